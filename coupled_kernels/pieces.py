@@ -1,0 +1,37 @@
+"""What a plan hands to the kernels: which view of which tensor adds to which scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from coupled_kernels.views import View
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One view at work in one cluster.
+
+    `tensor` indexes the tensors of the step. `base` is the place of the cluster's channel 0 in the
+    score vector of all clusters. A piece that is not `scored` is only written; a piece that is
+    `counted` reports the literal zeros it holds (each element of a tensor is counted by exactly one
+    piece). Squares are taken in `dtype`: float32, or float64 in a cluster with a float64 member.
+    """
+
+    tensor: int
+    view: View
+    base: int
+    scored: bool
+    counted: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FlatPiece:
+    """A contiguous tensor whose channels are consecutive runs of `block` elements, in order."""
+
+    tensor: int
+    block: int
+    scored: bool
+    counted: bool

@@ -1,0 +1,226 @@
+"""The plan: which path each member takes, and what the kernels get.
+
+In: validated clusters. Out: a `Plan`, immutable and without data: the distinct parameters, each
+member's path with the reason, and the pieces for the kernels. Everything a step does is read off it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from coupled_kernels import ChannelMap, FlatPiece, NotAView, Piece, View, make_views
+from coupled_prune.cluster import Cluster, Member
+from coupled_prune.groupers import layout_of
+
+Path = Literal["auto", "fast", "reference"]
+PATHS = ("auto", "fast", "reference")
+
+# With fewer elements a channel than this, a cluster of contiguous runs is worked through in ranges
+# of channels: float64 for all channels at once would take more memory than the weights.
+FLAT_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """One member: index of its parameter, and how it is worked on.
+
+    `path` is "fast" (views), "flat" (fast as well, by ranges of channels) or "reference"; `reason`
+    says why in words.
+    """
+
+    member: Member
+    parameter: int
+    path: str
+    reason: str
+    pieces: tuple[Piece, ...] = ()
+    flat: FlatPiece | None = None
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """One cluster: its place `base:base + channels` among all channels and its members.
+
+    `per_channel` is the number of elements a channel over voting members, `dtype` that of scores.
+    """
+
+    cluster: Cluster
+    base: int
+    channels: int
+    per_channel: int
+    dtype: torch.dtype
+    members: tuple[MemberPlan, ...]
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.base, self.base + self.channels)
+
+    @property
+    def flat(self) -> list[FlatPiece]:
+        return [m.flat for m in self.members if m.flat]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step over all clusters. `fillers` only count elements that no member covers."""
+
+    parameters: tuple[Tensor, ...]
+    names: tuple[str | None, ...]
+    clusters: tuple[ClusterPlan, ...]
+    fillers: tuple[Piece, ...]
+
+    @property
+    def channels(self) -> int:
+        return sum(cluster.channels for cluster in self.clusters)
+
+    @property
+    def members(self) -> list[MemberPlan]:
+        return [member for cluster in self.clusters for member in cluster.members]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for member in self.members for piece in member.pieces]
+
+    @property
+    def counted_afterwards(self) -> set[int]:
+        """Parameters with a member on the reference path: their zeros are counted when all is written."""
+        return {member.parameter for member in self.members if member.path == "reference"}
+
+
+def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
+    """Plan for validated `clusters`.
+
+    Raises `ValueError` for an unknown path, and on `path="fast"` for a member that needs the
+    reference path.
+    """
+    if path not in PATHS:
+        raise ValueError(f"unknown path {path!r}; known are {', '.join(PATHS)}")
+    index: dict[int, int] = {}
+    parameters: list[Tensor] = []
+    names: list[str | None] = []
+    for member in (member for cluster in clusters for member in cluster.members):
+        position = index.setdefault(id(member.parameter), len(parameters))
+        if position == len(parameters):
+            parameters.append(member.parameter)
+            names.append(None)
+        names[position] = names[position] or member.name
+
+    plans: list[ClusterPlan] = []
+    for cluster in clusters:
+        base = plans[-1].slice.stop if plans else 0
+        plans.append(_plan_cluster(cluster, base, index, path))
+    planned = Plan(tuple(parameters), tuple(names), tuple(plans), ())
+    return _with_counting(planned)
+
+
+def _plan_cluster(cluster: Cluster, base: int, index: dict[int, int], path: Path) -> ClusterPlan:
+    members = cluster.members
+    layouts = [layout_of(member.grouper, member.shape, member.arguments) for member in members]
+    dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
+    maps = [layout.channel_map for layout in layouts]
+    flat = sum(layout.per_channel for layout in layouts) < FLAT_ELEMENTS and all(map(_is_flat, members, maps))
+    planned = []
+    for i, (member, channel_map) in enumerate(zip(members, maps, strict=True)):
+        parameter = index[id(member.parameter)]
+        if path == "reference":
+            planned.append(MemberPlan(member, parameter, "reference", "asked for"))
+        elif flat:
+            piece = FlatPiece(parameter, channel_map.block, member.scored, counted=False)
+            reason = f"few elements a channel: ranges of {channel_map.block}-element runs"
+            planned.append(MemberPlan(member, parameter, "flat", reason, flat=piece))
+        else:
+            planned.append(_plan_views(cluster, i, parameter, channel_map, base, dtype, path))
+    per_channel = sum(layout.per_channel for m, layout in zip(members, layouts, strict=True) if m.scored)
+    return ClusterPlan(cluster, base, layouts[0].channels, per_channel, dtype, tuple(planned))
+
+
+def _is_flat(member: Member, channel_map: ChannelMap) -> bool:
+    whole = member.range is None and member.parameter.is_contiguous()
+    return whole and channel_map.period == member.parameter.numel() > 0
+
+
+def _plan_views(
+    cluster: Cluster, i: int, parameter: int, channel_map: ChannelMap, base: int, dtype: torch.dtype, path: Path
+) -> MemberPlan:
+    member = cluster.members[i]
+    try:
+        views = _views_in(member.parameter, member.tensor, channel_map)
+    except NotAView as error:
+        if path == "fast":
+            raise ValueError(
+                f"cluster {cluster.key!r}, member {i} ({member!r}) has no fast path: {error}; use path='auto'"
+            ) from None
+        return MemberPlan(member, parameter, "reference", str(error))
+    shown = "empty" if not views else f"{views[0].rows}x{views[0].cols}, lanes on axis {views[0].axis}"
+    reason = shown if len(views) < 2 else f"{len(views)} views of {shown}"
+    pieces = tuple(Piece(parameter, view, base, member.scored, counted=False, dtype=dtype) for view in views)
+    return MemberPlan(member, parameter, "fast", reason, pieces)
+
+
+def _views_in(parameter: Tensor, tensor: Tensor, channel_map: ChannelMap) -> list[View]:
+    """Views of `tensor`, an alias of (a range of) `parameter`, with offsets from the parameter's start."""
+    shift = tensor.storage_offset() - parameter.storage_offset()
+    views = make_views(tensor.shape, tensor.stride(), channel_map)
+    return [replace(view, offset=view.offset + shift) for view in views]
+
+
+def _with_counting(plan: Plan) -> Plan:
+    """Mark the pieces that count, so that every element of every parameter is counted once."""
+    counting: set[int] = set()  # id of the MemberPlan
+    fillers: list[Piece] = []
+    memberships: dict[int, list[MemberPlan]] = {}
+    for member in plan.members:
+        memberships.setdefault(member.parameter, []).append(member)
+    for parameter, members in memberships.items():
+        if parameter in plan.counted_afterwards:
+            continue
+        whole = next((m for m in members if m.member.range is None), None)
+        cover = [whole] if whole else _disjoint_ranges(members)
+        counting.update(id(m) for m in cover)
+        if not whole:
+            fillers += _gaps(parameter, plan.parameters[parameter], cover)
+
+    def mark(member: MemberPlan) -> MemberPlan:
+        if id(member) not in counting:
+            return member
+        flat = member.flat and replace(member.flat, counted=True)
+        return replace(member, flat=flat, pieces=tuple(replace(piece, counted=True) for piece in member.pieces))
+
+    clusters = tuple(replace(c, members=tuple(map(mark, c.members))) for c in plan.clusters)
+    return replace(plan, clusters=clusters, fillers=tuple(fillers))
+
+
+def _resolved(member: MemberPlan) -> tuple[int, int, int]:
+    """Range of a member along a non-negative dimension."""
+    parameter = member.member.parameter
+    dim, start, stop = member.member.range or (0, 0, parameter.size(0))
+    return dim % parameter.dim(), start, stop
+
+
+def _disjoint_ranges(members: Sequence[MemberPlan]) -> list[MemberPlan]:
+    """Members along one dimension whose ranges follow each other without overlap."""
+    dim = _resolved(members[0])[0]
+    chosen: list[MemberPlan] = []
+    for member in sorted(members, key=_resolved):
+        if _resolved(member)[0] == dim and (not chosen or _resolved(member)[1] >= _resolved(chosen[-1])[2]):
+            chosen.append(member)
+    return chosen
+
+
+def _gaps(parameter: int, tensor: Tensor, cover: Sequence[MemberPlan]) -> list[Piece]:
+    """Pieces that count what lies between and around the ranges of `cover`."""
+    dim = _resolved(cover[0])[0]
+    ends = [0, *(stop for _, _, stop in map(_resolved, cover))]
+    starts = [*(start for _, start, _ in map(_resolved, cover)), tensor.size(dim)]
+    pieces = []
+    for start, stop in zip(ends, starts, strict=True):
+        gap = tensor.detach().narrow(dim, start, stop - start)
+        one_channel = ChannelMap.row_major(gap.shape, math.prod(gap.shape), 1)
+        for view in _views_in(tensor, gap, one_channel):
+            pieces.append(Piece(parameter, view, 0, scored=False, counted=True, dtype=torch.float32))
+    return pieces

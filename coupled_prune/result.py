@@ -1,0 +1,120 @@
+"""Results: masks, scores and exact counts of one projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClusterResult:
+    """One cluster after a projection.
+
+    `mask`: bool, (channels,), True where the channel was zeroed. `scores`: float32 (float64 in a
+    cluster with a float64 member), (channels,), in the cluster's score type; `None` where a stored
+    mask was applied.
+    """
+
+    key: str
+    mask: Tensor
+    scores: Tensor | None
+    members: int
+
+    @property
+    def channels(self) -> int:
+        return self.mask.numel()
+
+    @property
+    def zero_channels(self) -> int:
+        return int(torch.count_nonzero(self.mask))
+
+    @property
+    def ids(self) -> list[int]:
+        """The zeroed channels as plain integers, ascending."""
+        return self.mask.nonzero().squeeze(1).tolist()
+
+    @property
+    def nonfinite(self) -> list[int]:
+        """Channels whose score is NaN or infinite; they are the last to be zeroed."""
+        return [] if self.scores is None else (~self.scores.isfinite()).nonzero().squeeze(1).tolist()
+
+
+@dataclass(frozen=True)
+class ParameterResult:
+    """One parameter after a projection: its literal zeros, whoever made them, of its elements."""
+
+    parameter: Tensor
+    name: str | None
+    zero_elts: int
+    numel: int
+
+    @property
+    def sparsity(self) -> float:
+        return self.zero_elts / self.numel if self.numel else 0.0
+
+
+class PruneResult(Mapping[str, ClusterResult]):
+    """What one call did: a mapping from cluster key to `ClusterResult`, and exact element counts.
+
+    `parameters` lists each parameter once, however many clusters it belongs to. `sparsity` is the
+    share of literal zeros among all their elements; the share of channels is in each cluster.
+    """
+
+    def __init__(self, clusters: list[ClusterResult], parameters: list[ParameterResult]) -> None:
+        self._clusters = {cluster.key: cluster for cluster in clusters}
+        self.parameters = parameters
+
+    def __getitem__(self, key: str) -> ClusterResult:
+        return self._clusters[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clusters)
+
+    def __len__(self) -> int:
+        return len(self._clusters)
+
+    @property
+    def zero_elts(self) -> int:
+        return sum(parameter.zero_elts for parameter in self.parameters)
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def sparsity(self) -> float:
+        return self.zero_elts / self.numel if self.numel else 0.0
+
+    def masks(self) -> dict[str, list[int]]:
+        """Zeroed channel ids by cluster key, as plain integers: JSON goes out and in."""
+        return {key: cluster.ids for key, cluster in self.items()}
+
+    def __str__(self) -> str:
+        rows = [("cluster", "members", "channels", "zeroed", "share")]
+        notes = []
+        for key, cluster in self.items():
+            zeroed = cluster.zero_channels
+            share = f"{zeroed / cluster.channels:.1%}"
+            rows.append((key, str(cluster.members), str(cluster.channels), str(zeroed), share))
+            if cluster.nonfinite:
+                notes.append(f"{key}: channels with NaN or infinite scores: {shortened(cluster.nonfinite)}")
+        total = f"{len(self.parameters)} parameters: {self.zero_elts:,} of {self.numel:,} elements are zero"
+        return "\n".join([table(rows), *notes, f"{total} ({self.sparsity:.1%})"])
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as aligned text; the first is the heading, the first column is flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def shortened(ids: list[int]) -> str:
+    """A list of channel ids that stays on one line."""
+    return ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
