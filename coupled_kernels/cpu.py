@@ -15,23 +15,26 @@ from torch import Tensor
 
 from coupled_kernels.pieces import Piece
 
-# Elements of a block: 1 MiB of float32 squares, which two cores hold in their second-level caches.
+# Elements of a block: 1 MiB of float32 squares; two of them stay in the second-level cache of a core.
 BLOCK = 1 << 18
-# Columns of a block, so that it is at least 64 rows high and the float32 part of a sum is a full tree.
-WIDTH = 1 << 12
-# Halvings in float32: a channel's sum is off by at most 8 roundings (square, 6 halvings, the final
-# one), 4.8e-7 relatively, half of what the contract allows two channels to differ.
-FLOAT32_HALVINGS = 6
+# Extent of a block along the summed dimension, by axis: columns need few rows to fill a block, rows
+# need runs of columns that vectorize.
+DEPTH = (512, 128)
+# A channel's float32 sum is a square, a chain over 4 blocks and 3 halvings, then float64, then the
+# final rounding: at most 8 roundings, 4.8e-7, half of what the contract lets two channels differ by.
+CHAIN = 4
+FLOAT32_HALVINGS = 3
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def measure(pieces: Sequence[Piece], tensors: Sequence[Tensor], scores: Tensor, zeros: list[int]) -> None:
     """Add sums of squares to `scores` (float64, all clusters) and literal zeros to `zeros` (per tensor)."""
+    buffers = {dtype: torch.empty((2, BLOCK), dtype=dtype) for dtype in {piece.dtype for piece in pieces}}
     for piece in pieces:
         matrix = piece.view.of(tensors[piece.tensor])
         if piece.scored:
-            sums, found = _square_sums(matrix, piece.view.axis, piece.dtype, piece.counted)
+            sums, found = _square_sums(matrix, piece.view.axis, buffers[piece.dtype], piece.counted)
             scores.index_add_(0, piece.view.lane_channels().add_(piece.base), sums)
             zeros[piece.tensor] += found
         elif piece.counted:
@@ -40,7 +43,8 @@ def measure(pieces: Sequence[Piece], tensors: Sequence[Tensor], scores: Tensor, 
 
 def write(pieces: Sequence[Piece], tensors: Sequence[Tensor], chosen: Tensor, zeros: list[int]) -> None:
     """Set every element of the chosen channels (bool, all clusters) to +0.0 and update `zeros`."""
-    for piece in pieces:
+    # Columns first: where masks cross, looking for zeros along whole rows afterwards is the cheaper way.
+    for piece in sorted(pieces, key=lambda piece: -piece.view.axis):
         lanes = chosen[piece.view.lane_channels().add_(piece.base)]
         index = lanes.nonzero().squeeze(1)
         if index.numel():
@@ -67,41 +71,62 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim).double()
 
 
-def _square_sums(matrix: Tensor, axis: int, dtype: torch.dtype, counted: bool) -> tuple[Tensor, int]:
+def _square_sums(matrix: Tensor, axis: int, buffers: Tensor, counted: bool) -> tuple[Tensor, int]:
+    """Sum of squares of each lane, float64 (lanes,), and the number of literal zeros if `counted`.
+
+    Squares have the dtype of `buffers`, (2, BLOCK).
+    """
     sums = torch.zeros(matrix.size(axis), dtype=torch.float64)
-    buffer = torch.empty(min(BLOCK, matrix.numel()), dtype=dtype)
     zeros = 0
-    for block, lanes in _blocks(matrix, axis):
-        squares = buffer[: block.numel()].view(block.shape)
-        if block.dtype == dtype:
-            torch.mul(block, block, out=squares)
-        else:
-            squares.copy_(block).mul_(squares)
-        # A vectorized minimum rules zeros out three times faster than they can be counted; squares
-        # that underflow and NaN only lead to a count that was not needed.
-        if counted and not squares.amin() > 0:
-            zeros += block.numel() - int(torch.count_nonzero(block))
-        sums[lanes] += tree_sum(squares, 1 - axis)
+    height, width = _block_shape(matrix, axis)
+    total, buffer = buffers
+    for lanes in _cuts(matrix.size(axis), (height, width)[axis]):
+        strip = matrix[:, lanes] if axis else matrix[lanes]
+        blocks = strip.split((height, width)[1 - axis], 1 - axis)
+        for chain in (blocks[i : i + CHAIN] for i in range(0, len(blocks), CHAIN)):
+            summed = _square(chain[0], total)
+            for block in chain:
+                squares = summed if block is chain[0] else _square(block, buffer)
+                # A vectorized minimum rules zeros out several times faster than they can be
+                # counted; squares that underflow and NaN only lead to a needless count.
+                if counted and not squares.amin().item() > 0:
+                    zeros += block.numel() - int(torch.count_nonzero(block))
+                if squares is not summed:
+                    summed.narrow(1 - axis, 0, squares.size(1 - axis)).add_(squares)
+            sums[lanes] += tree_sum(summed, 1 - axis)
     return sums, zeros
 
 
-def _blocks(matrix: Tensor, axis: int) -> Iterator[tuple[Tensor, slice]]:
-    """Blocks of `matrix` with the lanes they hold; cuts across a lane are the same for all lanes."""
+def _square(block: Tensor, buffer: Tensor) -> Tensor:
+    """`block` squared in the dtype of `buffer`, in its memory."""
+    squares = buffer[: block.numel()].view(block.shape)
+    if block.dtype == buffer.dtype:
+        return torch.mul(block, block, out=squares)
+    return squares.copy_(block).mul_(squares)
+
+
+def _block_shape(matrix: Tensor, axis: int) -> tuple[int, int]:
+    """Height and width of a block: DEPTH along the summed dimension, lanes to fill it, more depth if few."""
     rows, cols = matrix.shape
-    width = min(cols, max(WIDTH, BLOCK // rows))
-    height = min(rows, max(1, BLOCK // width))
-    for top in range(0, rows, height):
-        for left in range(0, cols, width):
-            block = matrix[top : top + height, left : left + width]
-            yield block, slice(left, left + width) if axis else slice(top, top + height)
+    if axis:
+        width = min(cols, BLOCK // min(rows, DEPTH[1]))
+        return min(rows, BLOCK // width), width
+    height = min(rows, BLOCK // min(cols, DEPTH[0]))
+    return height, min(cols, BLOCK // height)
+
+
+def _cuts(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
 
 
 def _zero_rows(matrix: Tensor, lanes: Tensor, index: Tensor, look: bool) -> int:
-    newly_zero = index.numel() * matrix.size(1)
+    newly_zero = 0 if look else index.numel() * matrix.size(1)
     if look:
-        newly_zero = 0
-        for block, rows in _blocks(matrix, 0):
-            newly_zero += int(torch.count_nonzero(block[lanes[rows]]))
+        for columns in _cuts(matrix.size(1), BLOCK):
+            strip = matrix[:, columns]
+            for chosen in index.split(max(1, BLOCK // strip.size(1))):
+                newly_zero += int(torch.count_nonzero(strip.index_select(0, chosen)))
     matrix.index_fill_(0, index, 0)
     return newly_zero
 
@@ -112,9 +137,8 @@ def _zero_columns(matrix: Tensor, lanes: Tensor, index: Tensor, look: bool) -> i
     # leaves every kept bit alone.
     bits = matrix.view(_BITS[matrix.element_size()])
     keep = lanes.to(bits.dtype) - 1
-    for block, columns in _blocks(bits, 1):
+    for block in bits.split(max(1, BLOCK // matrix.size(1))):
         if look:
-            values = block.view(matrix.dtype)[:, lanes[columns]]
-            newly_zero += int(torch.count_nonzero(values))
-        block.bitwise_and_(keep[columns])
+            newly_zero += int(torch.count_nonzero(block.view(matrix.dtype).index_select(1, index)))
+        block.bitwise_and_(keep)
     return newly_zero
