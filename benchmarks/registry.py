@@ -55,7 +55,9 @@ def _decoder(size: Decoder, tensor: Callable[..., Tensor], sparsity: float) -> l
     return [Cluster("residual", residual, sparsity), *clusters]
 
 
-def _encoder(width: int, layers: int, head_dim: int, tensor: Callable[..., Tensor], sparsity: float, conv1d: bool):
+def _encoder(
+    width: int, layers: int, head_dim: int, tensor: Callable[..., Tensor], sparsity: float, conv1d: bool
+) -> list[Cluster]:
     """GPT-2 (weights stored input by output) and ViT (output by input), both with packed q|k|v."""
     reads, writes = ("Dim0Grouper", "Dim1Grouper") if conv1d else ("Dim1Grouper", "Dim0Grouper")
     out = 1 if conv1d else 0  # dimension of the outputs of a weight
@@ -65,8 +67,9 @@ def _encoder(width: int, layers: int, head_dim: int, tensor: Callable[..., Tenso
 
     residual, clusters = [Member(tensor(1024, width), "Dim1Grouper")], []
     for layer in range(layers):
-        qkv, qkv_bias, proj, proj_bias = weight(3 * width, width), tensor(3 * width), weight(width, width), tensor(width)
-        up, up_bias, down, down_bias = weight(4 * width, width), tensor(4 * width), weight(width, 4 * width), tensor(width)
+        qkv, proj = weight(3 * width, width), weight(width, width)
+        up, down = weight(4 * width, width), weight(width, 4 * width)
+        qkv_bias, proj_bias, up_bias, down_bias = (tensor(n * width) for n in (3, 1, 4, 1))
         residual += [Member(p, reads) for p in (qkv, up)] + [Member(p, writes) for p in (proj, down)]
         residual += [Member(p, "Dim0Grouper", scored=False) for p in (proj_bias, down_bias)]
         heads = [

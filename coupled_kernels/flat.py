@@ -25,7 +25,7 @@ def measure_flat(
         for piece in pieces:
             runs = _runs(piece, tensors)[channel_range]
             if piece.scored:
-                sums += tree_sum(runs.double().square_(), 1)
+                sums += tree_sum(runs.double().square(), 1)
             if piece.counted:
                 zeros[piece.tensor] += runs.numel() - int(torch.count_nonzero(runs))
         scores[channel_range] = sums

@@ -74,9 +74,11 @@ class Member:
         return self.parameter.detach().narrow(dim, start, stop - start)
 
     def __repr__(self) -> str:
-        extras = {"scored": self.scored or None, "range": self.range, **self.arguments}
-        shown = "".join(f", {key}={value!r}" for key, value in extras.items() if value is not None and value is not True)
-        return f"Member({self.name or tuple(self.parameter.shape)}, {self.grouper}{shown})"
+        shown = [str(self.name or tuple(self.parameter.shape)), str(self.grouper)]
+        shown += [f"{key}={value!r}" for key, value in self.arguments.items()]
+        shown += [f"narrow={tuple(self.range)}"] if self.range else []
+        shown += [] if self.scored else ["scored=False"]
+        return f"Member({', '.join(shown)})"
 
 
 class Cluster:
@@ -134,12 +136,12 @@ class Cluster:
                     f"cluster {key!r}: pattern {pattern!r} matches no parameter; the model has "
                     f"{', '.join(name for name, _ in names[:4])}{', ...' if len(names) > 4 else ''}"
                 )
-            for name, parameter in matched.values():
+            for name, tensor in matched.values():
                 for entry in value if isinstance(value, list | tuple) else [value]:
                     options = dict(entry) if isinstance(entry, Mapping) else {"grouper": entry}
                     if "grouper" not in options:
                         raise ValueError(f"cluster {key!r}: pattern {pattern!r} has no 'grouper' in {entry!r}")
-                    members.append(Member(parameter, **{"name": name, **options}))
+                    members.append(Member(tensor, **{"name": name, **options}))
         return cls(key, members, min_sparsity, **settings)
 
     def __repr__(self) -> str:

@@ -115,9 +115,7 @@ def _k_element(shape: Shape, k: int, start_dim: int = 1, end_dim: int = -1) -> L
     chunks = -(-cols // k)
     # The last chunk of a row may be short; positions are those of rows padded to whole chunks.
     plain = ChannelMap.row_major(shape, k, rows * chunks)
-    steps = tuple(
-        step // max(cols, 1) * chunks * k if d in groups[0] else step for d, step in enumerate(plain.steps)
-    )
+    steps = tuple(step // max(cols, 1) * chunks * k if d in groups[0] else step for d, step in enumerate(plain.steps))
     return Layout(replace(plain, steps=steps), frozenset(range(len(shape))), k)
 
 

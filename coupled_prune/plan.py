@@ -100,6 +100,9 @@ def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
     """
     if path not in PATHS:
         raise ValueError(f"unknown path {path!r}; known are {', '.join(PATHS)}")
+    device = next((member.parameter.device for cluster in clusters for member in cluster.members), None)
+    if device and device.type != "cpu" and path != "reference":
+        raise ValueError(f"there is no fast path for tensors on {device}; use path='reference'")
     index: dict[int, int] = {}
     parameters: list[Tensor] = []
     names: list[str | None] = []
@@ -164,7 +167,7 @@ def _plan_views(
 
 def _views_in(parameter: Tensor, tensor: Tensor, channel_map: ChannelMap) -> list[View]:
     """Views of `tensor`, an alias of (a range of) `parameter`, with offsets from the parameter's start."""
-    shift = tensor.storage_offset() - parameter.storage_offset()
+    shift = int(tensor.storage_offset() - parameter.storage_offset())
     views = make_views(tensor.shape, tensor.stride(), channel_map)
     return [replace(view, offset=view.offset + shift) for view in views]
 

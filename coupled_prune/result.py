@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,13 +105,13 @@ class PruneResult(Mapping[str, ClusterResult]):
         return "\n".join([table(rows), *notes, f"{total} ({self.sparsity:.1%})"])
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
+def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows as aligned text; the first is the heading, the first column is flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
+        first, *others = zip(row, widths, strict=True)
+        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]))
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 

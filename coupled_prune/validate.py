@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coupled_prune.groupers import dimension, layout_of
@@ -88,7 +88,7 @@ def _check_tensor(tensor: Any) -> None:
     """Can this be read as numbers and written in place?"""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise ValueError("a lazy parameter has no shape yet; run a forward pass first")
     if hasattr(tensor, "ds_shape"):
         raise ValueError("a DeepSpeed ZeRO-3 placeholder holds no weights; this layout is not supported")

@@ -1,0 +1,228 @@
+"""prune_ against the brute-force oracle: every grouper, rank, dtype and layout, on both paths."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coupled_prune import Cluster, Member, apply_masks_, prune_
+from tests import oracle
+from tests.tensors import DTYPES, Guarded, members, values_of
+
+TARGETS = [0.0, 0.07, 0.25, 0.3, 0.5, 0.55, 0.999, 1.0]
+
+pytestmark = pytest.mark.filterwarnings("ignore:cluster .*all .* channels are zeroed")
+
+
+def check(clusters, guards, path):
+    before = [tensor.clone() for tensor in {id(m.parameter): m.parameter for c in clusters for m in c.members}.values()]
+    sums = {c.key: oracle.square_sums(c, channels_of(c))[0] for c in clusters}
+    result = prune_(clusters, path=path)
+    for cluster in clusters:
+        k = oracle.exact_budget(cluster.min_sparsity, channels_of(cluster))
+        wide = any(m.parameter.dtype == torch.float64 for m in cluster.members)
+        dtype = torch.float64 if wide else torch.float32
+        oracle.check_choice(result[cluster.key].mask, sums[cluster.key], k, dtype)
+        assert result[cluster.key].scores.dtype == dtype
+        assert result[cluster.key].zero_channels == k
+    oracle.check_weights(before, clusters, result)
+    for guard in guards:
+        guard.check_guards()
+    return result
+
+
+def channels_of(cluster):
+    return max(int(oracle.channel_ids(m).max(initial=-1)) for m in cluster.members) + 1
+
+
+@st.composite
+def clusters(draw, key="c"):
+    channels = draw(st.integers(1, 6))
+    drawn = draw(st.lists(members(channels), min_size=1, max_size=6))
+    drawn[0][0].scored = True
+    target = draw(st.sampled_from(TARGETS))
+    return Cluster(key, [member for member, _ in drawn], target), [guarded for _, guarded in drawn]
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(drawn=st.data())
+def test_one_cluster(path, drawn):
+    cluster, guards = drawn.draw(clusters())
+    check([cluster], guards, path)
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(drawn=st.data())
+def test_clusters_that_cross_in_shared_tensors(path, drawn):
+    """Readers on columns, feed-forward channels on rows, head ranges: one tensor in several clusters."""
+    rows, cols, head_dim = (drawn.draw(st.integers(1, 6)) for _ in range(3))
+    layout = st.sampled_from(["contiguous", "misaligned", "transposed", "row-strided", "every second"])
+    dtype = drawn.draw(st.sampled_from(DTYPES))
+
+    def guarded(*shape):
+        numel = torch.Size(shape).numel()
+        return Guarded(shape, drawn.draw(layout), dtype, drawn.draw(values_of(numel)))
+
+    up, square, packed = guarded(rows, cols), guarded(cols, cols), guarded(3 * rows * head_dim + 2, cols)
+    scored = st.booleans()
+    targets = [drawn.draw(st.sampled_from(TARGETS)) for _ in range(3)]
+    size = rows * head_dim
+    residual = Cluster(
+        "residual",
+        [
+            Member(up.tensor, "Dim1Grouper"),
+            Member(square.tensor, "Dim0Grouper"),
+            Member(square.tensor, "Dim1Grouper", scored=drawn.draw(scored)),
+            Member(packed.tensor, "Dim1Grouper", scored=drawn.draw(scored)),
+        ],
+        targets[0],
+    )
+    hidden = Cluster("hidden", [Member(up.tensor, "Dim0Grouper")], targets[1])
+    starts = drawn.draw(st.permutations([0, size, 2 * size]))[: drawn.draw(st.integers(1, 3))]
+    heads = Cluster(
+        "heads",
+        [Member(packed.tensor, "AttentionHeadGrouperDim0", head_dim=head_dim, rows=(s, s + size)) for s in starts],
+        targets[2],
+    )
+    order = drawn.draw(st.permutations([residual, hidden, heads]))
+    check(order, [up, square, packed], path)
+
+
+def model(dtype=torch.float32, seed=0, rows=300, channels=77):
+    """Weights of one stream with sizes that cut blocks and vectors unevenly."""
+    generator = torch.Generator().manual_seed(seed)
+    reader = torch.randn(rows, channels, generator=generator).to(dtype)
+    writer = torch.randn(channels, 1030, generator=generator).to(dtype)
+    return [reader, writer, torch.randn(channels, generator=generator).to(dtype)]
+
+
+def stream(weights, target=0.3):
+    reader, writer, gain = weights
+    return Cluster(
+        "stream", [Member(reader, "Dim1Grouper"), Member(writer, "Dim0Grouper"), Member(gain, "Dim0Grouper")], target
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_identical_channels_tie_wherever_they_stand(dtype):
+    """A lane in the remainder of a vector or thread is summed in the same order as all others."""
+    weights = model(dtype)
+    for weight, axis in zip(weights, (1, 0, 0), strict=True):
+        weight.copy_(weight.select(axis, 0).unsqueeze(axis).expand_as(weight).clone())
+    result = prune_(stream(weights, 0.5))["stream"]
+    assert result.scores.unique().numel() == 1
+    assert result.ids == list(range(39))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 64, 127, 1000, 2049])
+@pytest.mark.parametrize("channels", [1, 7, 31, 33, 129, 1000, 4097])
+def test_ties_at_odd_sizes(rows, channels):
+    generator = torch.Generator().manual_seed(rows)
+    column = torch.randn(rows, 1, generator=generator)
+    reader, writer = column.expand(rows, channels).clone(), column.t().expand(channels, rows).clone()
+    for cluster in (
+        Cluster("reader", [Member(reader, "Dim1Grouper")], 0.5),
+        Cluster("writer", [Member(writer, "Dim0Grouper")], 0.5),
+    ):
+        assert prune_(cluster)[cluster.key].scores.unique().numel() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeated_runs_are_bit_identical(dtype):
+    runs = [prune_(stream(model(dtype)))["stream"] for _ in range(5)]
+    for run in runs[1:]:
+        assert torch.equal(run.scores, runs[0].scores)
+        assert run.ids == runs[0].ids
+
+
+@pytest.mark.parametrize(("shape", "grouper"), [((2_000_000, 2), "Dim1Grouper"), ((2, 2_000_000), "Dim0Grouper")])
+def test_long_sums_stay_within_the_agreement(shape, grouper):
+    """Millions of equal addends would drift in a plain float32 chain; two channels 2e-6 apart must not swap."""
+    weight = torch.full(shape, 0.1)
+    (weight[:, 0] if grouper == "Dim1Grouper" else weight[0]).mul_(1 + 2e-6)
+    exact = weight.double().square().sum(0 if grouper == "Dim1Grouper" else 1)
+    result = prune_(Cluster("c", [Member(weight, grouper)], 0.5))["c"]
+    assert result.ids == [1]
+    torch.testing.assert_close(result.scores.double().square(), exact, rtol=5e-7, atol=0)
+
+
+def test_half_precision_does_not_overflow():
+    """4096 values of 30 have a square sum of 3.7e6, beyond float16; channel 1 is smaller and must go."""
+    weight = torch.full((4096, 2), 30.0, dtype=torch.float16)
+    weight[:, 1] = 20
+    assert prune_(Cluster("c", [Member(weight, "Dim1Grouper")], 0.5))["c"].ids == [1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", ["auto", "reference"])
+def test_nan_and_infinity_are_the_last_to_go(dtype, path):
+    weight = torch.arange(1, 7, dtype=torch.float64).expand(4, 6).to(dtype).clone()
+    weight[2, 0], weight[1, 1], weight[3, 2] = float("nan"), float("-inf"), float("nan")
+    result = prune_(Cluster("c", [Member(weight, "Dim1Grouper")], 4 / 6), path)["c"]
+    assert result.ids == [1, 3, 4, 5]
+    assert result.nonfinite == [0, 1, 2]
+    assert torch.equal(weight[:, 1], torch.zeros(4, dtype=dtype))
+    assert weight[2, 0].isnan()
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+@pytest.mark.parametrize("target", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "empty",
+    [(torch.empty(0, 10), "Dim1Grouper"), (torch.empty(10, 0), "Dim0Grouper"), (torch.empty(10, 0, 3), "Dim0Grouper")],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_empty_members(empty, alone, target, path):
+    """Every score of an empty member is zero, so alone it prunes by index."""
+    others = [] if alone else [Member(torch.arange(10.0, 0, -1), "Dim0Grouper")]
+    cluster = Cluster("c", [Member(*empty), *others], target, score_type="rms")
+    result = prune_(cluster, path)["c"]
+    k = oracle.exact_budget(target, 10)
+    assert result.ids == (list(range(k)) if alone else list(range(10 - k, 10)))
+    assert result.scores.isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
+@pytest.mark.parametrize("existing", [0.0, -0.0])
+def test_zeros_that_were_there_are_counted_once(path, existing):
+    """Zeros in kept and in chosen channels, where two masks cross, and a second call that changes nothing."""
+    weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    weight[::3, ::2] = existing
+    both = [
+        Cluster("rows", [Member(weight, "Dim0Grouper")], 0.4),
+        Cluster("cols", [Member(weight, "Dim1Grouper")], 0.5),
+    ]
+    for _ in range(2):
+        result = prune_(both, path)
+        assert result.zero_elts == int((weight == 0).sum())
+    assert result["rows"].zero_channels == 16
+    assert result["cols"].zero_channels == 15
+
+
+def test_masks_apply_to_another_copy_and_score_nothing():
+    weights = model()
+    dense = copy.deepcopy(weights)
+    result = prune_(stream(weights))
+    again = apply_masks_(stream(dense), result.masks())
+    assert all(torch.equal(a, b) for a, b in zip(weights, dense, strict=True))
+    assert again.zero_elts == result.zero_elts
+    assert again["stream"].scores is None
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 63])
+def test_a_million_channels_need_no_float64_for_each(k):
+    """Element-wise and small-block groupers take the path by ranges, with the same tie rule."""
+    numel = 600_000 // k * k
+    weight = torch.randint(1, 4, (1, numel), generator=torch.Generator().manual_seed(k)).float()
+    cluster = Cluster("c", [Member(weight, "KElementGrouper", k=k)], 0.37)
+    sums = weight.double().view(-1, k).square().sum(1)
+    result = prune_(cluster)["c"]
+    expected = torch.sort(sums, stable=True).indices[: oracle.exact_budget(0.37, numel // k)]
+    assert result.ids == sorted(expected.tolist())
+    assert int((weight == 0).sum()) == k * len(expected)
