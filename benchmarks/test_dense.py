@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import resource
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.memory import peak_growth
 from benchmarks.peers import PEERS
 from benchmarks.registry import MODELS, build, parameters
 
@@ -31,10 +31,9 @@ def test_dense(benchmark: Any, model: str, dtype: torch.dtype, peer: str) -> Non
             weight.copy_(original)
 
     restore()
-    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grown = peak_growth(lambda: PEERS[peer](clusters))
     zeros = benchmark.pedantic(PEERS[peer], args=(clusters,), setup=restore, rounds=ROUNDS, warmup_rounds=1)
     size = sum(weight.numel() * weight.element_size() for weight in weights)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) * 1024
     benchmark.extra_info.update(
         elements=sum(weight.numel() for weight in weights),
         gb_per_s=round(size / benchmark.stats.stats.median / 1e9, 2),

@@ -64,9 +64,9 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     while x.size(dim) > 1:
         if halvings == FLOAT32_HALVINGS:
             x = x.double()
-        half = (x.size(dim) + 1) // 2
-        x.narrow(dim, 0, x.size(dim) - half).add_(x.narrow(dim, half, x.size(dim) - half))
-        x = x.narrow(dim, 0, half)
+        size = x.size(dim)
+        x, other = x.split((size + 1) // 2, dim)
+        (x.narrow(dim, 0, size // 2) if size % 2 else x).add_(other)
         halvings += 1
     return x.squeeze(dim).double()
 
