@@ -21,7 +21,6 @@ from coupled_prune.result import ClusterResult, ParameterResult, PruneResult
 from coupled_prune.validate import check_clusters
 
 
-@torch.no_grad()
 def prune_(clusters: Cluster | Iterable[Cluster], path: Path = "auto") -> PruneResult:
     """Zero the weakest channels of every cluster, in place.
 
@@ -46,7 +45,6 @@ def prune_(clusters: Cluster | Iterable[Cluster], path: Path = "auto") -> PruneR
     return _account(plan, sums, chosen, zeros)
 
 
-@torch.no_grad()
 def apply_masks_(
     clusters: Cluster | Iterable[Cluster], masks: Mapping[str, Sequence[int]], path: Path = "auto"
 ) -> PruneResult:
@@ -62,7 +60,6 @@ def apply_masks_(
         raise ValueError(f"masks name clusters that were not given: {', '.join(map(repr, sorted(unknown)))}")
     chosen = torch.cat([_mask_of(cluster_plan, masks) for cluster_plan in plan.clusters])
     _, zeros = _measure(plan)
-    chosen = chosen.to(plan.parameters[0].device)
     _write(plan, chosen, zeros)
     return _account(plan, None, chosen, zeros)
 
@@ -91,6 +88,7 @@ def _mask_of(cluster_plan: ClusterPlan, masks: Mapping[str, Sequence[int]]) -> T
     return mask
 
 
+@torch.no_grad()
 def _measure(plan: Plan) -> tuple[list[Tensor], list[int]]:
     """Sum of squares of each cluster's channels, in its ranking dtype, and zeros of each parameter."""
     zeros = [0] * len(plan.parameters)
@@ -111,6 +109,7 @@ def _measure(plan: Plan) -> tuple[list[Tensor], list[int]]:
     return sums, zeros
 
 
+@torch.no_grad()
 def _write(plan: Plan, chosen: Tensor, zeros: list[int]) -> None:
     coupled_kernels.write(plan.pieces, plan.parameters, chosen, zeros)
     for cluster in plan.clusters:
