@@ -1,14 +1,16 @@
 """Kernels for coupled pruning on one device.
 
-Read in the order of the data flow: `views` (geometry), `pieces` (what a plan hands over), `cpu` and
-`flat` (measure and write), `select` (the k lowest). Knows nothing of clusters, optimizers or
-torch.distributed.
+Read in the order of the data flow: `views` (geometry), `pieces` (what a plan hands over), `step` (which
+path a device takes). The CPU path is `cpu`. The Triton path is `tiles` (tables), `norms`, `fold`,
+`select`, `account`, `mask` (one kernel file each) and `gpu` (their order). `flat` serves clusters with
+about as many channels as elements. Knows nothing of clusters, optimizers or torch.distributed.
 """
 
-from coupled_kernels.cpu import measure, write
 from coupled_kernels.flat import measure_flat, write_flat
-from coupled_kernels.pieces import FlatPiece, Piece
-from coupled_kernels.select import lowest
+from coupled_kernels.launch import launches
+from coupled_kernels.lowest import lowest
+from coupled_kernels.pieces import FlatPiece, Piece, Segment
+from coupled_kernels.step import backend, make_step
 from coupled_kernels.views import ChannelMap, NotAView, View, make_views
 
 __all__ = [
@@ -16,11 +18,13 @@ __all__ = [
     "FlatPiece",
     "NotAView",
     "Piece",
+    "Segment",
     "View",
+    "backend",
+    "launches",
     "lowest",
+    "make_step",
     "make_views",
-    "measure",
     "measure_flat",
-    "write",
     "write_flat",
 ]

@@ -1,9 +1,8 @@
 """The CPU path: squared norms, zero counts and writes on views, in cache-sized blocks.
 
-In: `Piece`s and the tensors they point into. `measure` adds each channel's sum of squares to a
-float64 score vector and counts literal zeros; `write` zeroes the chosen channels and keeps the
-counts exact. A block is squared into a buffer that stays in cache; everything after that one read
-of the weights works on the buffer.
+In: pieces and the tensors they point into. Out: scores (`measure`), chosen channels (`select`), and
+counts of zeros (`write`). A block is squared into a buffer that stays in cache; everything after that
+one read of the weights works on the buffer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from coupled_kernels.pieces import Piece
+from coupled_kernels.lowest import lowest
+from coupled_kernels.pieces import Piece, Segment
 
 # Elements of a block: 1 MiB of float32 squares; two of them stay in the second-level cache of a core.
 BLOCK = 1 << 18
@@ -28,30 +28,59 @@ FLOAT32_HALVINGS = 3
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def measure(pieces: Sequence[Piece], tensors: Sequence[Tensor], scores: Tensor, zeros: list[int]) -> None:
-    """Add sums of squares to `scores` (float64, all clusters) and literal zeros to `zeros` (per tensor)."""
-    buffers = {dtype: torch.empty((2, BLOCK), dtype=dtype) for dtype in {piece.dtype for piece in pieces}}
-    for piece in pieces:
-        matrix = piece.view.of(tensors[piece.tensor])
-        if piece.scored:
-            sums, found = _square_sums(matrix, piece.view.axis, buffers[piece.dtype], piece.counted)
-            scores.index_add_(0, piece.view.lane_channels().add_(piece.base), sums)
-            zeros[piece.tensor] += found
-        elif piece.counted:
-            zeros[piece.tensor] += matrix.numel() - int(torch.count_nonzero(matrix))
+class CpuStep:
+    """One step over all clusters of a plan, on CPU tensors."""
 
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        fillers: Sequence[Piece],
+        tensors: Sequence[Tensor],
+        segments: Sequence[Segment],
+    ) -> None:
+        self.pieces, self.fillers, self.segments = pieces, fillers, segments
+        self.tensors = tensors
+        self.channels = sum(segment.channels for segment in segments)
 
-def write(pieces: Sequence[Piece], tensors: Sequence[Tensor], chosen: Tensor, zeros: list[int]) -> None:
-    """Set every element of the chosen channels (bool, all clusters) to +0.0 and update `zeros`."""
-    # Columns first: where masks cross, looking for zeros along whole rows afterwards is the cheaper way.
-    for piece in sorted(pieces, key=lambda piece: -piece.view.axis):
-        lanes = chosen[piece.view.lane_channels().add_(piece.base)]
-        index = lanes.nonzero().squeeze(1)
-        if index.numel():
-            # Where the tensor holds no zero yet, all that is written becomes one: nothing to look at.
-            newly_zero = _zero_columns if piece.view.axis else _zero_rows
-            matrix = piece.view.of(tensors[piece.tensor])
-            zeros[piece.tensor] += newly_zero(matrix, lanes, index, zeros[piece.tensor] > 0)
+    def measure(self) -> Tensor:
+        """Sum of squares of every channel, float64 (channels,); also counts literal zeros."""
+        scores = torch.zeros(self.channels, dtype=torch.float64, device="cpu")
+        self.zeros = [0] * len(self.tensors)
+        self.unknown = [tensor.numel() for tensor in self.tensors]  # elements that no piece counts
+        dtypes = {piece.dtype for piece in self.pieces}
+        buffers = {dtype: torch.empty((2, BLOCK), dtype=dtype, device="cpu") for dtype in dtypes}
+        for piece in [*self.pieces, *self.fillers]:
+            matrix = piece.view.of(self.tensors[piece.tensor])
+            if piece.scored:
+                sums, zeros = _square_sums(matrix, piece.view.axis, buffers[piece.dtype], piece.counted)
+                scores.index_add_(0, piece.view.lane_channels().add_(piece.base), sums)
+            else:
+                zeros = matrix.numel() - int(torch.count_nonzero(matrix)) if piece.counted else 0
+            if piece.counted:
+                self.zeros[piece.tensor] += zeros
+                self.unknown[piece.tensor] -= matrix.numel()
+        return scores
+
+    def select(self, scores: Tensor, budgets: Sequence[int]) -> Tensor:
+        """Mask, bool (channels,), of the lowest scores of each cluster, as many as `budgets` says."""
+        chosen = torch.zeros(self.channels, dtype=torch.bool, device="cpu")
+        for segment, k in zip(self.segments, budgets, strict=True):
+            chosen[segment.slice] = lowest(scores[segment.slice].to(segment.dtype), k)
+        return chosen
+
+    def write(self, chosen: Tensor) -> Tensor:
+        """Set chosen channels (bool (channels,)) to +0.0; literal zeros of each tensor, int64 (tensors,)."""
+        zeros = list(self.zeros)
+        # Columns first: where masks cross, looking for zeros along whole rows afterwards is the cheaper way.
+        for piece in sorted(self.pieces, key=lambda piece: -piece.view.axis):
+            lanes = chosen[piece.view.lane_channels().add_(piece.base)]
+            index = lanes.nonzero().squeeze(1)
+            if index.numel():
+                # Where a tensor holds no zero yet, all that is written becomes one: nothing to look at.
+                look = zeros[piece.tensor] > 0 or self.unknown[piece.tensor] > 0
+                newly_zero = _zero_columns if piece.view.axis else _zero_rows
+                zeros[piece.tensor] += newly_zero(piece.view.of(self.tensors[piece.tensor]), lanes, index, look)
+        return torch.tensor(zeros, dtype=torch.int64, device="cpu")
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:
@@ -76,7 +105,7 @@ def _square_sums(matrix: Tensor, axis: int, buffers: Tensor, counted: bool) -> t
 
     Squares have the dtype of `buffers`, (2, BLOCK).
     """
-    sums = torch.zeros(matrix.size(axis), dtype=torch.float64)
+    sums = torch.zeros(matrix.size(axis), dtype=torch.float64, device="cpu")
     zeros = 0
     height, width = _block_shape(matrix, axis)
     total, buffer = buffers

@@ -16,9 +16,9 @@ from coupled_kernels.pieces import FlatPiece
 
 
 def measure_flat(
-    pieces: Sequence[FlatPiece], tensors: Sequence[Tensor], channels: int, dtype: torch.dtype, zeros: list[int]
+    pieces: Sequence[FlatPiece], tensors: Sequence[Tensor], channels: int, dtype: torch.dtype, zeros: Tensor
 ) -> Tensor:
-    """Sums of squares of one cluster, `dtype` (channels,); literal zeros are added to `zeros`."""
+    """Sums of squares of one cluster, `dtype` (channels,); literal zeros go to `zeros`, int64 (tensors,)."""
     scores = torch.zeros(channels, dtype=dtype, device=tensors[pieces[0].tensor].device)
     for channel_range in _ranges(pieces, channels):
         sums = torch.zeros(channel_range.stop - channel_range.start, dtype=torch.float64, device=scores.device)
@@ -27,19 +27,19 @@ def measure_flat(
             if piece.scored:
                 sums += tree_sum(runs.double().square(), 1)
             if piece.counted:
-                zeros[piece.tensor] += runs.numel() - int(torch.count_nonzero(runs))
+                zeros[piece.tensor] += runs.numel() - torch.count_nonzero(runs)
         scores[channel_range] = sums
     return scores
 
 
-def write_flat(pieces: Sequence[FlatPiece], tensors: Sequence[Tensor], chosen: Tensor, zeros: list[int]) -> None:
+def write_flat(pieces: Sequence[FlatPiece], tensors: Sequence[Tensor], chosen: Tensor, zeros: Tensor) -> None:
     """Set the chosen channels (bool, (channels,)) of one cluster to +0.0 and update `zeros`."""
     for channel_range in _ranges(pieces, chosen.numel()):
         for piece in pieces:
             runs = _runs(piece, tensors)[channel_range]
-            before = int(torch.count_nonzero(runs))
+            zeros[piece.tensor] += torch.count_nonzero(runs)
             runs.masked_fill_(chosen[channel_range, None], 0)
-            zeros[piece.tensor] += before - int(torch.count_nonzero(runs))
+            zeros[piece.tensor] -= torch.count_nonzero(runs)
 
 
 def _runs(piece: FlatPiece, tensors: Sequence[Tensor]) -> Tensor:

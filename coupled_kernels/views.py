@@ -84,9 +84,9 @@ class View:
         start = tensor.storage_offset() + self.offset
         return tensor.detach().as_strided((self.rows, self.cols), (self.row_stride, 1), start)
 
-    def lane_channels(self, device: torch.device | None = None) -> Tensor:
-        """Channel of every lane, int64 (lanes,)."""
-        lanes = torch.arange(self.first, self.first + self.lanes, device=device)
+    def lane_channels(self) -> Tensor:
+        """Channel of every lane, int64 (lanes,), on the CPU."""
+        lanes = torch.arange(self.first, self.first + self.lanes, device="cpu")
         return lanes.div_(self.block, rounding_mode="floor").remainder_(self.channels)
 
 

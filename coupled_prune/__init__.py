@@ -1,13 +1,14 @@
 """Coupled pruning: one channel mask for all tensors that share the channels.
 
-Read in the order of the data flow: `cluster` (what the caller says), `groupers` (channels of a
+Read in the order of the data flow: `member` and `cluster` (what the caller says), `groupers` (channels of a
 shape), `validate`, `plan` (path of each member), `prune` (measure, select, write, account),
 `result`. `reference` is the plain path everything fast is checked against.
 """
 
 from coupled_prune.budget import budget
-from coupled_prune.cluster import Cluster, Member
+from coupled_prune.cluster import Cluster
 from coupled_prune.explain import Explanation, explain
+from coupled_prune.member import Member
 from coupled_prune.prune import apply_masks_, prune_
 from coupled_prune.result import ClusterResult, ParameterResult, PruneResult
 

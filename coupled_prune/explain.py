@@ -21,8 +21,8 @@ class Explanation:
 
     def path_of(self, key: str, member: int) -> str:
         """Path of member number `member` of cluster `key`: "fast", "flat" or "reference"."""
-        cluster = next(c for c in self.plan.clusters if c.cluster.key == key)
-        return cluster.members[member].path
+        paths = {cluster.cluster.key: [m.path for m in cluster.members] for cluster in self.plan.clusters}
+        return paths[key][member]
 
     def __str__(self) -> str:
         rows = [("cluster", "member", "shape", "dtype", "grouper", "vote", "path", "why")]

@@ -41,24 +41,29 @@ def layout_of(grouper: str, shape: Sequence[int], arguments: Mapping[str, Any]) 
     Raises `ValueError` for an unknown grouper or a shape or value it does not fit, and `TypeError`
     for arguments it does not take or lacks.
     """
+    if grouper not in GROUPERS:
+        raise ValueError(f"unknown grouper {grouper!r}; known are {', '.join(GROUPERS)}")
+    names = _argument_names(grouper)
     for key, value in arguments.items():
+        if key not in names:
+            raise TypeError(f"{grouper} takes no argument {key!r}; its arguments are {', '.join(names) or 'none'}")
         if value is not None and type(value) is not int:
             raise TypeError(f"{grouper}: {key} must be an integer, got {value!r}")
     return _layout(grouper, tuple(shape), tuple(arguments.items()))
 
 
+@functools.cache
+def _argument_names(grouper: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(GROUPERS[grouper]).parameters)[1:]
+
+
 @functools.lru_cache(maxsize=4096)
 def _layout(grouper: str, shape: Shape, arguments: tuple[tuple[str, int | None], ...]) -> Layout:
-    function = GROUPERS.get(grouper)
-    if function is None:
-        raise ValueError(f"unknown grouper {grouper!r}; known are {', '.join(GROUPERS)}")
-    signature = inspect.signature(function)
     try:
-        signature.bind(shape, **dict(arguments))
-    except TypeError as error:
-        names = list(signature.parameters)[1:]
-        raise TypeError(f"{grouper}: {error}; its arguments are {', '.join(names) or 'none'}") from None
-    return function(shape, **dict(arguments))
+        inspect.signature(GROUPERS[grouper]).bind(shape, **dict(arguments))
+    except TypeError as error:  # one is missing
+        raise TypeError(f"{grouper}: {error}; its arguments are {', '.join(_argument_names(grouper))}") from None
+    return GROUPERS[grouper](shape, **dict(arguments))
 
 
 def _dims(shape: Shape, dim: int, start_dim: int, end_dim: int, name: str) -> Layout:
@@ -79,7 +84,8 @@ def _dim1(shape: Shape, start_dim: int = 1, end_dim: int = -1) -> Layout:
 
 def _heads(shape: Shape, dim: int, num_heads: int | None, head_dim: int | None, name: str) -> Layout:
     if (num_heads is None) == (head_dim is None):
-        raise TypeError(f"{name} takes num_heads or head_dim, exactly one; got {num_heads=}, {head_dim=}")
+        got = "neither" if num_heads is None else f"{num_heads=} and {head_dim=}"
+        raise TypeError(f"{name} takes num_heads or head_dim, exactly one; got {got}")
     if len(shape) <= dim:
         raise ValueError(f"{name} needs {dim + 1} dimensions, got shape {shape}")
     if dim == 1 and len(shape) != 2:

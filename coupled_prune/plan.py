@@ -14,9 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coupled_kernels import ChannelMap, FlatPiece, NotAView, Piece, View, make_views
-from coupled_prune.cluster import Cluster, Member
+from coupled_kernels import ChannelMap, FlatPiece, NotAView, Piece, Segment, View, backend, make_views
+from coupled_prune.cluster import Cluster
 from coupled_prune.groupers import layout_of
+from coupled_prune.member import Member
+from coupled_prune.validate import label
 
 Path = Literal["auto", "fast", "reference"]
 PATHS = ("auto", "fast", "reference")
@@ -44,21 +46,17 @@ class MemberPlan:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """One cluster: its place `base:base + channels` among all channels and its members.
+    """One cluster: its channels, its members, and its place in the score vector (None on the flat path).
 
     `per_channel` is the number of elements a channel over voting members, `dtype` that of scores.
     """
 
     cluster: Cluster
-    base: int
     channels: int
     per_channel: int
     dtype: torch.dtype
     members: tuple[MemberPlan, ...]
-
-    @property
-    def slice(self) -> slice:
-        return slice(self.base, self.base + self.channels)
+    segment: Segment | None
 
     @property
     def flat(self) -> list[FlatPiece]:
@@ -75,8 +73,8 @@ class Plan:
     fillers: tuple[Piece, ...]
 
     @property
-    def channels(self) -> int:
-        return sum(cluster.channels for cluster in self.clusters)
+    def segments(self) -> list[Segment]:
+        return [cluster.segment for cluster in self.clusters if cluster.segment]
 
     @property
     def members(self) -> list[MemberPlan]:
@@ -100,9 +98,9 @@ def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
     """
     if path not in PATHS:
         raise ValueError(f"unknown path {path!r}; known are {', '.join(PATHS)}")
-    device = next((member.parameter.device for cluster in clusters for member in cluster.members), None)
-    if device and device.type != "cpu" and path != "reference":
-        raise ValueError(f"there is no fast path for tensors on {device}; use path='reference'")
+    if path != "reference":
+        for cluster in clusters:
+            backend(cluster.members[0].parameter.device)
     index: dict[int, int] = {}
     parameters: list[Tensor] = []
     names: list[str | None] = []
@@ -114,19 +112,27 @@ def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
         names[position] = names[position] or member.name
 
     plans: list[ClusterPlan] = []
+    base = count = 0
     for cluster in clusters:
-        base = plans[-1].slice.stop if plans else 0
-        plans.append(_plan_cluster(cluster, base, index, path))
-    planned = Plan(tuple(parameters), tuple(names), tuple(plans), ())
-    return _with_counting(planned)
+        planned = _plan_cluster(cluster, base, count, index, path)
+        plans.append(planned)
+        base += planned.channels if planned.segment else 0
+        count += len(planned.members)
+    return _with_counting(Plan(tuple(parameters), tuple(names), tuple(plans), ()))
 
 
-def _plan_cluster(cluster: Cluster, base: int, index: dict[int, int], path: Path) -> ClusterPlan:
+def _plan_cluster(cluster: Cluster, base: int, count: int, index: dict[int, int], path: Path) -> ClusterPlan:
+    """Plan for one cluster; `base` is its place in the score vector, `count` the number of members before it."""
     members = cluster.members
     layouts = [layout_of(member.grouper, member.shape, member.arguments) for member in members]
     dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
     maps = [layout.channel_map for layout in layouts]
-    flat = sum(layout.per_channel for layout in layouts) < FLAT_ELEMENTS and all(map(_is_flat, members, maps))
+    segment = Segment(base, layouts[0].channels, dtype)
+    flat = (
+        path != "reference"
+        and sum(layout.per_channel for layout in layouts) < FLAT_ELEMENTS
+        and all(map(_is_flat, members, maps))
+    )
     planned = []
     for i, (member, channel_map) in enumerate(zip(members, maps, strict=True)):
         parameter = index[id(member.parameter)]
@@ -137,9 +143,9 @@ def _plan_cluster(cluster: Cluster, base: int, index: dict[int, int], path: Path
             reason = f"few elements a channel: ranges of {channel_map.block}-element runs"
             planned.append(MemberPlan(member, parameter, "flat", reason, flat=piece))
         else:
-            planned.append(_plan_views(cluster, i, parameter, channel_map, base, dtype, path))
+            planned.append(_plan_views(cluster, i, count + i, parameter, channel_map, segment, path))
     per_channel = sum(layout.per_channel for m, layout in zip(members, layouts, strict=True) if m.scored)
-    return ClusterPlan(cluster, base, layouts[0].channels, per_channel, dtype, tuple(planned))
+    return ClusterPlan(cluster, segment.channels, per_channel, dtype, tuple(planned), None if flat else segment)
 
 
 def _is_flat(member: Member, channel_map: ChannelMap) -> bool:
@@ -148,7 +154,7 @@ def _is_flat(member: Member, channel_map: ChannelMap) -> bool:
 
 
 def _plan_views(
-    cluster: Cluster, i: int, parameter: int, channel_map: ChannelMap, base: int, dtype: torch.dtype, path: Path
+    cluster: Cluster, i: int, number: int, parameter: int, channel_map: ChannelMap, segment: Segment, path: Path
 ) -> MemberPlan:
     member = cluster.members[i]
     try:
@@ -156,12 +162,15 @@ def _plan_views(
     except NotAView as error:
         if path == "fast":
             raise ValueError(
-                f"cluster {cluster.key!r}, member {i} ({member!r}) has no fast path: {error}; use path='auto'"
+                f"cluster {cluster.key!r}, {label(member, i)} has no fast path: {error}; use path='auto'"
             ) from None
         return MemberPlan(member, parameter, "reference", str(error))
     shown = "empty" if not views else f"{views[0].rows}x{views[0].cols}, lanes on axis {views[0].axis}"
     reason = shown if len(views) < 2 else f"{len(views)} views of {shown}"
-    pieces = tuple(Piece(parameter, view, base, member.scored, counted=False, dtype=dtype) for view in views)
+    pieces = tuple(
+        Piece(parameter, number, view, segment.base, member.scored, counted=False, dtype=segment.dtype)
+        for view in views
+    )
     return MemberPlan(member, parameter, "fast", reason, pieces)
 
 
@@ -225,5 +234,5 @@ def _gaps(parameter: int, tensor: Tensor, cover: Sequence[MemberPlan]) -> list[P
         gap = tensor.detach().narrow(dim, start, stop - start)
         one_channel = ChannelMap.row_major(gap.shape, math.prod(gap.shape), 1)
         for view in _views_in(tensor, gap, one_channel):
-            pieces.append(Piece(parameter, view, 0, scored=False, counted=True, dtype=torch.float32))
+            pieces.append(Piece(parameter, -1, view, 0, scored=False, counted=True, dtype=torch.float32))
     return pieces

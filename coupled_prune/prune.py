@@ -7,17 +7,17 @@ measure (read), select, write, account.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-import coupled_kernels
+from coupled_kernels import lowest, make_step, measure_flat, write_flat
 from coupled_prune import reference
 from coupled_prune.budget import budget
 from coupled_prune.cluster import Cluster
 from coupled_prune.plan import ClusterPlan, Path, Plan, build_plan
-from coupled_prune.result import ClusterResult, ParameterResult, PruneResult
+from coupled_prune.result import ClusterResult, PruneResult
 from coupled_prune.validate import check_clusters
 
 
@@ -26,47 +26,52 @@ def prune_(clusters: Cluster | Iterable[Cluster], path: Path = "auto") -> PruneR
 
     All clusters score the same weights before anything is written, so their order changes nothing.
     `path`: "auto" takes views where they exist and the reference path elsewhere, "fast" refuses
-    members without views, "reference" is the float64 oracle for all.
+    members without views, "reference" is the float64 oracle for all. On a GPU nothing waits for the
+    device until a number of the result is read.
 
     Raises `ValueError` or `TypeError`, before any write, for anything invalid.
     """
     clusters = as_clusters(clusters)
     plan = build_plan(clusters, path)
-    sums, zeros = _measure(plan)
-    chosen = torch.zeros(plan.channels, dtype=torch.bool, device=sums[0].device if sums else None)
-    for cluster_plan, scores in zip(plan.clusters, sums, strict=True):
-        cluster = cluster_plan.cluster
-        k = budget(cluster.min_sparsity, cluster_plan.channels, cluster.keep_multiple_of)
-        if k == cluster_plan.channels:
-            warnings.warn(f"cluster {cluster.key!r}: all {k} channels are zeroed", stacklevel=2)
-        lowest = reference.lowest if path == "reference" else coupled_kernels.lowest
-        chosen[cluster_plan.slice] = lowest(scores, k)
-    _write(plan, chosen, zeros)
-    return _account(plan, sums, chosen, zeros)
+    budgets = []
+    for cluster_plan in plan.clusters:
+        cluster, channels = cluster_plan.cluster, cluster_plan.channels
+        budgets.append(budget(cluster.min_sparsity, channels, cluster.keep_multiple_of))
+        if budgets[-1] == channels:
+            warnings.warn(f"cluster {cluster.key!r}: all {channels} channels are zeroed", stacklevel=2)
+    projection = _Projection(plan)
+    projection.measure()
+    projection.select(budgets, reference.lowest if path == "reference" else None)
+    projection.write()
+    return projection.account(scored=True)
 
 
 def apply_masks_(
     clusters: Cluster | Iterable[Cluster], masks: Mapping[str, Sequence[int]], path: Path = "auto"
 ) -> PruneResult:
-    """Zero the channels named in `masks` (cluster key -> channel ids), in place, without scoring.
+    """Zero the channels named in `masks` (cluster key -> channel ids), in place, whatever their scores.
 
     `masks` is what `PruneResult.masks()` returned, here or on another copy of the model; every
     cluster needs an entry. Raises `ValueError` or `TypeError`, before any write.
     """
     clusters = as_clusters(clusters)
-    plan = build_plan(clusters, path)
+    if not isinstance(masks, Mapping):
+        raise TypeError(f"masks must map cluster keys to channel ids, got {type(masks).__name__}")
     unknown = set(masks) - {cluster.key for cluster in clusters}
     if unknown:
-        raise ValueError(f"masks name clusters that were not given: {', '.join(map(repr, sorted(unknown)))}")
-    chosen = torch.cat([_mask_of(cluster_plan, masks) for cluster_plan in plan.clusters])
-    _, zeros = _measure(plan)
-    _write(plan, chosen, zeros)
-    return _account(plan, None, chosen, zeros)
+        raise ValueError(f"masks name clusters that were not given: {', '.join(sorted(map(repr, unknown)))}")
+    plan = build_plan(clusters, path)
+    chosen = [_mask_of(cluster_plan, masks) for cluster_plan in plan.clusters]
+    projection = _Projection(plan)
+    projection.measure()
+    projection.choose(chosen)
+    projection.write()
+    return projection.account(scored=False)
 
 
 def as_clusters(clusters: Cluster | Iterable[Cluster]) -> list[Cluster]:
     """One cluster or several as a validated list."""
-    listed = [clusters] if isinstance(clusters, Cluster) else list(clusters)
+    listed = list(clusters) if isinstance(clusters, Iterable) else [clusters]
     for cluster in listed:
         if not isinstance(cluster, Cluster):
             raise TypeError(f"expected clusters, got {type(cluster).__name__}")
@@ -78,7 +83,9 @@ def _mask_of(cluster_plan: ClusterPlan, masks: Mapping[str, Sequence[int]]) -> T
     key, channels = cluster_plan.cluster.key, cluster_plan.channels
     if key not in masks:
         raise ValueError(f"cluster {key!r} has no entry in masks; an empty list leaves it as it is")
-    mask = torch.zeros(channels, dtype=torch.bool)
+    mask = torch.zeros(channels, dtype=torch.bool, device="cpu")
+    if not isinstance(masks[key], Iterable):
+        raise TypeError(f"cluster {key!r}: a mask is a list of channel ids, got {masks[key]!r}")
     for channel in masks[key]:
         if type(channel) is not int:
             raise TypeError(f"cluster {key!r}: channel ids are plain integers, got {channel!r}")
@@ -88,59 +95,103 @@ def _mask_of(cluster_plan: ClusterPlan, masks: Mapping[str, Sequence[int]]) -> T
     return mask
 
 
-@torch.no_grad()
-def _measure(plan: Plan) -> tuple[list[Tensor], list[int]]:
-    """Sum of squares of each cluster's channels, in its ranking dtype, and zeros of each parameter."""
-    zeros = [0] * len(plan.parameters)
-    device = plan.parameters[0].device if plan.parameters else None
-    scores = torch.zeros(plan.channels, dtype=torch.float64, device=device)
-    coupled_kernels.measure([*plan.pieces, *plan.fillers], plan.parameters, scores, zeros)
-    sums = []
-    for cluster in plan.clusters:
-        if cluster.flat:
-            sums.append(
-                coupled_kernels.measure_flat(cluster.flat, plan.parameters, cluster.channels, cluster.dtype, zeros)
+class _Projection:
+    """One plan at work. Clusters with a segment share one score vector; those on the flat path have their own."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.device = plan.parameters[0].device if plan.parameters else torch.device("cpu")
+        self.step = make_step(plan.pieces, plan.fillers, plan.parameters, plan.segments) if plan.pieces else None
+        self.zeros = torch.zeros(len(plan.parameters), dtype=torch.int64, device=self.device)
+        self.flat_scores: dict[str, Tensor] = {}
+        self.flat_chosen: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Sums of squares: `scores`, float64, of all segments; `flat_scores` of the other clusters."""
+        plan = self.plan
+        if self.step:
+            self.scores = self.step.measure()
+        else:
+            channels = sum(segment.channels for segment in plan.segments)
+            self.scores = torch.zeros(channels, dtype=torch.float64, device=self.device)
+        for cluster in plan.clusters:
+            if not cluster.segment:
+                self.flat_scores[cluster.cluster.key] = measure_flat(
+                    cluster.flat, plan.parameters, cluster.channels, cluster.dtype, self.zeros
+                )
+                continue
+            for m in cluster.members:
+                if m.path == "reference" and m.member.scored:
+                    sums = reference.square_sums(m.member.tensor, m.member.grouper, m.member.arguments)
+                    self.scores[cluster.segment.slice] += sums
+
+    @torch.no_grad()
+    def select(self, budgets: Sequence[int], oracle: Callable[[Tensor, int], Tensor] | None) -> None:
+        """Choose the lowest scores, `budgets` in the order of the clusters; with `oracle` where there is one."""
+        self.untouched = {c.cluster.key for c, k in zip(self.plan.clusters, budgets, strict=True) if k == 0}
+        in_segments = [k for cluster, k in zip(self.plan.clusters, budgets, strict=True) if cluster.segment]
+        if self.step and not oracle:
+            self.chosen = self.step.select(self.scores, in_segments)
+        else:
+            self.chosen = torch.zeros(self.scores.shape, dtype=torch.bool, device=self.device)
+            for segment, k in zip(self.plan.segments, in_segments, strict=True):
+                ranked = self.scores[segment.slice].to(segment.dtype)
+                self.chosen[segment.slice] = (oracle or lowest)(ranked, k)
+        for cluster, k in zip(self.plan.clusters, budgets, strict=True):
+            if not cluster.segment:
+                self.flat_chosen[cluster.cluster.key] = lowest(self.flat_scores[cluster.cluster.key], k)
+
+    def choose(self, masks: Sequence[Tensor]) -> None:
+        """Take masks, bool (channels,), in the order of the clusters."""
+        vector = [torch.zeros(0, dtype=torch.bool, device="cpu")]
+        self.untouched = {c.cluster.key for c, mask in zip(self.plan.clusters, masks, strict=True) if not mask.any()}
+        for cluster, mask in zip(self.plan.clusters, masks, strict=True):
+            if cluster.segment:
+                vector.append(mask)
+            else:
+                self.flat_chosen[cluster.cluster.key] = mask.to(self.device)
+        self.chosen = torch.cat(vector).to(self.device)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write all masks; `zeros` becomes the number of literal zeros of each parameter."""
+        plan = self.plan
+        if self.step:
+            self.zeros += self.step.write(self.chosen)
+        for cluster in plan.clusters:
+            if cluster.cluster.key in self.untouched:
+                continue
+            if not cluster.segment:
+                write_flat(cluster.flat, plan.parameters, self.flat_chosen[cluster.cluster.key], self.zeros)
+                continue
+            for m in cluster.members:
+                if m.path == "reference":
+                    mask = self.chosen[cluster.segment.slice]
+                    reference.zero_(m.member.tensor, m.member.grouper, m.member.arguments, mask)
+        for parameter in plan.counted_afterwards:
+            self.zeros[parameter] = reference.count_zeros(plan.parameters[parameter])
+
+    def account(self, scored: bool) -> PruneResult:
+        """Results that read the device only when they are read themselves."""
+        clusters = []
+        for cluster in self.plan.clusters:
+            key = cluster.cluster.key
+            if cluster.segment:
+                chosen, sums, where = self.chosen, self.scores, cluster.segment.slice
+            else:
+                chosen, sums, where = self.flat_chosen[key], self.flat_scores[key], slice(None)
+            clusters.append(
+                ClusterResult(
+                    key=key,
+                    members=len(cluster.members),
+                    channels=cluster.channels,
+                    score_type=cluster.cluster.score_type,
+                    per_channel=cluster.per_channel,
+                    dtype=cluster.dtype,
+                    where=where,
+                    chosen=chosen,
+                    sums=sums if scored else None,
+                )
             )
-            continue
-        for m in cluster.members:
-            if m.path == "reference" and m.member.scored:
-                scores[cluster.slice] += reference.square_sums(m.member.tensor, m.member.grouper, m.member.arguments)
-        sums.append(scores[cluster.slice].to(cluster.dtype))
-    return sums, zeros
-
-
-@torch.no_grad()
-def _write(plan: Plan, chosen: Tensor, zeros: list[int]) -> None:
-    coupled_kernels.write(plan.pieces, plan.parameters, chosen, zeros)
-    for cluster in plan.clusters:
-        mask = chosen[cluster.slice]
-        if cluster.flat:
-            coupled_kernels.write_flat(cluster.flat, plan.parameters, mask, zeros)
-        for m in cluster.members:
-            if m.path == "reference":
-                reference.zero_(m.member.tensor, m.member.grouper, m.member.arguments, mask)
-    for parameter in plan.counted_afterwards:
-        zeros[parameter] = reference.count_zeros(plan.parameters[parameter])
-
-
-def _account(plan: Plan, sums: list[Tensor] | None, chosen: Tensor, zeros: list[int]) -> PruneResult:
-    clusters = [
-        ClusterResult(
-            plan_.cluster.key,
-            chosen[plan_.slice],
-            None if sums is None else _scores(sums[i], plan_),
-            len(plan_.members),
-        )
-        for i, plan_ in enumerate(plan.clusters)
-    ]
-    parameters = [
-        ParameterResult(parameter, name, zero_elts, parameter.numel())
-        for parameter, name, zero_elts in zip(plan.parameters, plan.names, zeros, strict=True)
-    ]
-    return PruneResult(clusters, parameters)
-
-
-def _scores(sums: Tensor, plan: ClusterPlan) -> Tensor:
-    n = max(plan.per_channel, 1)
-    scores = sums.sqrt()
-    return {"l2": scores, "rms": scores / n**0.5, "param_cost": scores / n}[plan.cluster.score_type]
+        return PruneResult(clusters, self.plan.parameters, self.plan.names, self.zeros)

@@ -45,9 +45,9 @@ def zero_(tensor: Tensor, grouper: str, arguments: Mapping[str, Any], mask: Tens
     tensor.detach().masked_fill_(chosen.view(tensor.shape), 0.0)
 
 
-def count_zeros(tensor: Tensor) -> int:
-    """Number of elements that are literally zero, of either sign."""
-    return int((tensor.detach() == 0).sum())
+def count_zeros(tensor: Tensor) -> Tensor:
+    """Number of elements that are literally zero, of either sign; int64, a scalar."""
+    return (tensor.detach() == 0).sum()
 
 
 def _positions(tensor: Tensor, grouper: str, arguments: Mapping[str, Any]) -> Tensor:

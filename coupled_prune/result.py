@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,19 +14,37 @@ from torch import Tensor
 class ClusterResult:
     """One cluster after a projection.
 
-    `mask`: bool, (channels,), True where the channel was zeroed. `scores`: float32 (float64 in a
-    cluster with a float64 member), (channels,), in the cluster's score type; `None` where a stored
-    mask was applied.
+    `chosen` and `sums` hold the masks and the sums of squares (None where a stored mask was applied) of
+    one or more clusters, of which this one is at `where`; nothing is read before it is asked for.
     """
 
     key: str
-    mask: Tensor
-    scores: Tensor | None
     members: int
+    channels: int
+    score_type: str
+    per_channel: int
+    dtype: torch.dtype
+    where: slice
+    chosen: Tensor
+    sums: Tensor | None
 
     @property
-    def channels(self) -> int:
-        return self.mask.numel()
+    def mask(self) -> Tensor:
+        """bool (channels,): True where the channel was zeroed."""
+        return self.chosen[self.where]
+
+    @property
+    def scores(self) -> Tensor | None:
+        """Scores in the cluster's score type, float32 (float64 in a cluster with a float64 member), (channels,).
+
+        `l2` is sqrt(S), `rms` sqrt(S / n), `param_cost` sqrt(S) / n, with n elements a channel in all
+        voting members. `None` where a stored mask was applied.
+        """
+        if self.sums is None:
+            return None
+        n = max(self.per_channel, 1)
+        scores = self.sums[self.where].to(self.dtype).sqrt()
+        return scores / {"l2": 1, "rms": n**0.5, "param_cost": n}[self.score_type]
 
     @property
     def zero_channels(self) -> int:
@@ -39,7 +58,8 @@ class ClusterResult:
     @property
     def nonfinite(self) -> list[int]:
         """Channels whose score is NaN or infinite; they are the last to be zeroed."""
-        return [] if self.scores is None else (~self.scores.isfinite()).nonzero().squeeze(1).tolist()
+        scores = self.scores
+        return [] if scores is None else (~scores.isfinite()).nonzero().squeeze(1).tolist()
 
 
 @dataclass(frozen=True)
@@ -59,13 +79,27 @@ class ParameterResult:
 class PruneResult(Mapping[str, ClusterResult]):
     """What one call did: a mapping from cluster key to `ClusterResult`, and exact element counts.
 
-    `parameters` lists each parameter once, however many clusters it belongs to. `sparsity` is the
-    share of literal zeros among all their elements; the share of channels is in each cluster.
+    `sparsity` is the share of literal zeros among all elements of all parameters, each counted once;
+    the share of channels is in each cluster.
     """
 
-    def __init__(self, clusters: list[ClusterResult], parameters: list[ParameterResult]) -> None:
+    def __init__(
+        self,
+        clusters: Sequence[ClusterResult],
+        parameters: Sequence[Tensor],
+        names: Sequence[str | None],
+        zeros: Tensor,
+    ) -> None:
         self._clusters = {cluster.key: cluster for cluster in clusters}
-        self.parameters = parameters
+        self._parameters, self._names, self._zeros = parameters, names, zeros
+
+    @cached_property
+    def parameters(self) -> list[ParameterResult]:
+        """Each parameter once, however many clusters it belongs to."""
+        return [
+            ParameterResult(parameter, name, zero_elts, parameter.numel())
+            for parameter, name, zero_elts in zip(self._parameters, self._names, self._zeros.tolist(), strict=True)
+        ]
 
     def __getitem__(self, key: str) -> ClusterResult:
         return self._clusters[key]

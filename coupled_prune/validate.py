@@ -16,9 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coupled_prune.groupers import dimension, layout_of
+from coupled_prune.member import Member
 
 if TYPE_CHECKING:
-    from coupled_prune.cluster import Cluster, Member
+    from coupled_prune.cluster import Cluster
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCORE_TYPES = ("l2", "rms", "param_cost")
@@ -47,13 +48,15 @@ def check_cluster(cluster: Cluster) -> None:
     if not cluster.members:
         raise ValueError(f"{where} has no members")
     for index, member in enumerate(cluster.members):
-        if not hasattr(member, "parameter"):
+        if not isinstance(member, Member):
             raise TypeError(f"{where}: member {index} must be a Member, got {type(member).__name__}")
         try:
             _check_tensor(member.parameter)
             _check_range(member)
             if not isinstance(member.grouper, str):
                 raise TypeError(f"the grouper must be a name or a class, got {member.grouper!r}")
+            if not isinstance(member.scored, bool):
+                raise TypeError(f"scored must be True or False, got {member.scored!r}")
             layout_of(member.grouper, member.shape, member.arguments)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}, {label(member, index)}: {error}") from None
@@ -66,7 +69,10 @@ def check_cluster(cluster: Cluster) -> None:
 
 def label(member: Member, index: int) -> str:
     """How messages call a member: by name where it has one."""
-    return f"parameter {member.name!r}" if member.name else f"member {index} of shape {tuple(member.parameter.shape)}"
+    if member.name:
+        return f"parameter {member.name!r}"
+    known = isinstance(member.parameter, Tensor) and not is_lazy(member.parameter)
+    return f"member {index} of shape {tuple(member.parameter.shape)}" if known else f"member {index}"
 
 
 def _check_settings(cluster: Cluster, where: str) -> None:
@@ -102,6 +108,13 @@ def _check_tensor(tensor: Any) -> None:
         raise ValueError("a meta tensor has no data; materialize the model first")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"dtype {tensor.dtype} is not supported; expected one of {', '.join(map(str, DTYPES))}")
+    if tensor.is_neg():
+        raise ValueError("its negative bit is set (a lazily negated view), so its memory is not its values; pass a real copy")
+    if _span(tensor)[1] - tensor.untyped_storage().data_ptr() > tensor.untyped_storage().nbytes():
+        raise ValueError(
+            f"its storage holds {tensor.untyped_storage().nbytes()} bytes, too few for shape {tuple(tensor.shape)}: "
+            "it was freed or belongs to a wrapper that gathers it later; pass the tensor that holds the weights"
+        )
     if tensor.requires_grad and not tensor.is_leaf:
         raise ValueError(
             "the tensor is computed from others (a slice or a re-parametrized weight), so writing to it would not "
@@ -118,9 +131,10 @@ def _check_range(member: Member) -> None:
         raise TypeError("rows and narrow both name the range; give one of them")
     if member.rows is None and member.narrow is None:
         return
-    values = list(member.rows if member.rows is not None else member.narrow or ())
+    given = member.rows if member.rows is not None else member.narrow
+    values = list(given) if isinstance(given, Sequence) else [given]
     if len(values) != (2 if member.rows is not None else 3) or not all(type(value) is int for value in values):
-        raise TypeError(f"a range is rows=(start, stop) or narrow=(dim, start, stop), got {tuple(values)!r}")
+        raise TypeError(f"a range is rows=(start, stop) or narrow=(dim, start, stop), got {given!r}")
     dim, start, stop = member.range or (0, 0, 0)
     shape = tuple(member.parameter.shape)
     dim = dimension(dim, shape, "the range's dimension")
@@ -158,7 +172,9 @@ class _Claim(NamedTuple):
     box: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
-        return f"cluster {self.cluster.key!r}, {label(self.member, self.cluster.members.index(self.member))}"
+        place = self.member.range
+        span = f" ({place.start}:{place.stop} of dimension {place.dim})" if place else ""
+        return f"cluster {self.cluster.key!r}, {label(self.member, self.cluster.members.index(self.member))}{span}"
 
     def clashes(self, other: _Claim) -> bool:
         overlap = all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.box, other.box, strict=True))
@@ -182,7 +198,7 @@ def _check_claims(clusters: Sequence[Cluster]) -> None:
     for first, second in _sharing_memory([same_parameter[0] for same_parameter in claims.values()]):
         raise ValueError(
             f"{second} shares memory with {first}, but they are different tensor objects (tied weights, or two views "
-            f"of one tensor); pass one parameter object for both"
+            f"of one tensor); pass one parameter object for both, with rows= or narrow= for ranges of it"
         )
 
 
@@ -219,7 +235,7 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
     start, stop = min(_span(a)[0], _span(b)[0]), max(_span(a)[1], _span(b)[1])
     if b.element_size() != size or (a.data_ptr() - b.data_ptr()) % size:
         return True
-    marks = torch.zeros((stop - start) // size, dtype=torch.bool)
+    marks = torch.zeros((stop - start) // size, dtype=torch.bool, device="cpu")
     marks.as_strided(a.shape, a.stride(), (a.data_ptr() - start) // size).fill_(True)
     return bool(marks.as_strided(b.shape, b.stride(), (b.data_ptr() - start) // size).any())
 
@@ -238,7 +254,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     if dims[0][0] == 0:
         return True
     # Interleaved strides may still be free of overlap: list every element's place and compare.
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     return places.unique().numel() != tensor.numel()

@@ -1,0 +1,65 @@
+"""Which path the tensors' device takes: Triton kernels on a GPU, blocked torch operations on a CPU.
+
+On a machine without a GPU, `TRITON_INTERPRET=1` sends CPU tensors through the very same Triton
+kernels, run by Triton's interpreter: slow, for debugging and tests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coupled_kernels.cpu import CpuStep
+from coupled_kernels.pieces import Piece, Segment
+
+if TYPE_CHECKING:
+    from coupled_kernels.gpu import GpuStep
+
+# Tables on the device of the last few plans; they belong to addresses, not to tensors, and keep no weight alive.
+_CACHED = 4
+_steps: OrderedDict[tuple, GpuStep] = OrderedDict()
+
+
+def backend(device: torch.device) -> str:
+    """ "triton" or "torch": what runs the fast path on `device`.
+
+    Raises `ValueError` for a device that has neither, with the reason.
+    """
+    if device.type == "cpu":
+        return "triton" if _interpreting() else "torch"
+    if device.type != "cuda":  # ROCm devices call themselves cuda, too
+        raise ValueError(f"there is no fast path for tensors on {device}; use path='reference'")
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        raise ValueError(f"tensors on {device} need triton, which is not installed; use path='reference'") from None
+    return "triton"
+
+
+def make_step(
+    pieces: Sequence[Piece], fillers: Sequence[Piece], tensors: Sequence[Tensor], segments: Sequence[Segment]
+) -> CpuStep | GpuStep:
+    """The step for one plan; on a GPU, its tables are kept and found again as long as nothing has moved."""
+    device = tensors[0].device
+    if backend(device) == "torch":
+        return CpuStep(pieces, fillers, tensors, segments)
+    from coupled_kernels.gpu import GpuStep
+
+    key = (tuple(pieces), tuple(fillers), tuple(segments), device, tuple(tensor.data_ptr() for tensor in tensors))
+    step = _steps.pop(key, None) or GpuStep(pieces, fillers, tensors, segments)
+    _steps[key] = step
+    while len(_steps) > _CACHED:
+        _steps.popitem(last=False)
+    return step
+
+
+def _interpreting() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return bool(knobs.runtime.interpret)
