@@ -49,7 +49,7 @@ def count(
     at = pointer + row.to(tl.int64)[:, None] * stride + col.to(tl.int64)[None, :]
     found = tl.zeros((STEP, COLS), tl.int32)
     for start in range(0, rows, STEP):
-        x = tl.load(at, mask=(start + row < rows)[:, None] & (col < cols)[None, :], other=1).to(COMPUTE)
+        x = tl.load(at, mask=(start + row < rows)[:, None] & (col < cols)[None, :], other=1.0).to(COMPUTE)
         found += (x == 0).to(tl.int32)
         at += stride * STEP
     tl.atomic_add(zeros + tl.load(tile + 8), tl.sum(tl.sum(found, 1).to(tl.int64), 0))

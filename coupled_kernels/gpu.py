@@ -45,6 +45,7 @@ class GpuStep:
         tensors: Sequence[Tensor],
         segments: Sequence[Segment],
     ) -> None:
+        self.tuning = tuning.current()
         tables = build_tables(pieces, fillers, tensors, segments)
         self.device = tensors[0].device
         self.tensors = len(tensors)
@@ -57,7 +58,8 @@ class GpuStep:
             c: self._upload([*tables.row_tiles.get(c, []), *tables.other_tiles.get(c, [])]) for c in _classes(tables)
         }
         self.recounted = {c: self._upload(rows) for c, rows in tables.recounted.items()}
-        self.lane_runs, self.entries, self.chunks = map(self._upload, (tables.lane_runs, tables.entries, tables.chunks))
+        self.lane_runs, self.entries = self._upload(tables.lane_runs), self._upload(tables.entries)
+        self.chunks = self._upload(tables.chunks)
         self.segments = self._upload([(s.base, s.channels, int(s.dtype == torch.float64)) for s in segments])
         self._budgets: dict[tuple[int, ...], Tensor] = {}
 
@@ -79,10 +81,8 @@ class GpuStep:
         lane_sums, self.lane_zeros = self._empty(self.lanes, torch.float64), self._empty(self.lanes, torch.int64)
         scores = self._empty(self.channels, torch.float64)
         for tile_class, tiles in self.all_tiles.items():
-            wide = tile_class.compute == torch.float64
-            self._launch_tiles(
-                norms, tile_class, tiles, wide_partials if wide else partials, zeros, COMPUTE=None, CHAIN=tuning.CHAIN
-            )
+            own = wide_partials if tile_class.compute == torch.float64 else partials
+            self._launch_tiles(norms, tile_class, tiles, own, zeros, COMPUTE=None, CHAIN=self.tuning.chain)
         launch(
             fold_lanes,
             len(self.lane_runs),
@@ -94,8 +94,8 @@ class GpuStep:
             lane_sums,
             self.lane_zeros,
             FIELDS=len(LaneRun._fields),
-            DEPTH=tuning.FOLD_DEPTH,
-            LANES=tuning.FOLD_LANES,
+            DEPTH=self.tuning.fold_depth,
+            LANES=self.tuning.fold_lanes,
             warps=4,
         )
         launch(
@@ -108,8 +108,8 @@ class GpuStep:
             scores,
             CHUNK_FIELDS=len(Chunk._fields),
             ENTRY_FIELDS=len(Entry._fields),
-            ENTRIES=tuning.FOLD_ENTRIES,
-            CHANNELS=tuning.FOLD_CHANNELS,
+            ENTRIES=self.tuning.fold_entries,
+            CHANNELS=self.tuning.fold_channels,
             warps=4,
         )
         return scores
@@ -134,7 +134,7 @@ class GpuStep:
             budgets,
             chosen,
             FIELDS=SEGMENT_FIELDS,
-            CHUNK=tuning.SELECT_CHUNK,
+            CHUNK=self.tuning.select_chunk,
             warps=4,
         )
         return chosen.view(torch.bool)
@@ -153,7 +153,7 @@ class GpuStep:
             chosen_lanes,
             zeros,
             FIELDS=len(LaneRun._fields),
-            LANES=tuning.FOLD_LANES,
+            LANES=self.tuning.fold_lanes,
             warps=4,
         )
         for tile_class, tiles in self.row_tiles.items():

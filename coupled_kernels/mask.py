@@ -68,7 +68,7 @@ def mask_any(
         if row_lane >= 0:
             hit_rows = tl.load(chosen + row_lane + start + row, mask=in_rows, other=0) != 0
             crossing = hit_rows[:, None] & hit_cols[None, :]
-            x = tl.load(at, mask=crossing, other=1).to(COMPUTE)
+            x = tl.load(at, mask=crossing, other=1.0).to(COMPUTE)
             crossed += tl.sum((crossing & (x == 0)).to(tl.int32) - crossing.to(tl.int32), 1)
             hit = hit | (hit_rows[:, None] & in_cols[None, :])
         tl.store(at, zero, mask=hit)

@@ -20,7 +20,8 @@ def load_keys(scores, at, mask, wide):
     score = tl.load(scores + at, mask=mask, other=0)
     narrow = score.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32
     key = tl.where(wide != 0, score.to(tl.int64, bitcast=True), narrow)
-    return tl.where(score != score, 0x7FFFFFFFFFFFFFFF, key)
+    # The largest key whose lower half is empty, above that of +inf either way.
+    return tl.where(score != score, 0x7FFFFFFF00000000, key)
 
 
 @triton.jit

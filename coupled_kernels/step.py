@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from coupled_kernels import tuning
 from coupled_kernels.cpu import CpuStep
 from coupled_kernels.pieces import Piece, Segment
 
@@ -49,7 +50,8 @@ def make_step(
         return CpuStep(pieces, fillers, tensors, segments)
     from coupled_kernels.gpu import GpuStep
 
-    key = (tuple(pieces), tuple(fillers), tuple(segments), device, tuple(tensor.data_ptr() for tensor in tensors))
+    places = tuple(tensor.data_ptr() for tensor in tensors)
+    key = (tuple(pieces), tuple(fillers), tuple(segments), device, places, tuning.current())
     step = _steps.pop(key, None) or GpuStep(pieces, fillers, tensors, segments)
     _steps[key] = step
     while len(_steps) > _CACHED:

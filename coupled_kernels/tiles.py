@@ -66,13 +66,13 @@ class LaneRun(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Channel `c` has the lanes `lane + c * stride + (0 .. count - 1)`, as far as they lie in `low:high`."""
+    """Channel `c` has the lanes `lane + c * stride + (0 .. length - 1)`, as far as they lie in `low:high`."""
 
     lane: int
     stride: int
     low: int
     high: int
-    count: int
+    length: int
 
 
 class Chunk(NamedTuple):
@@ -215,7 +215,8 @@ def _class_of(tensor: Tensor, sheet: _Sheet, rows: list[tuple[int, int]], cols: 
 
 def _shape_of(sheet: _Sheet) -> TileShape:
     width = max(p.piece.view.cols for p in sheet.placed)
-    return tuning.TILES["wide" if width >= tuning.WIDE_COLUMNS else "tall"]
+    sizes = tuning.current()
+    return sizes.wide if width >= sizes.wide_columns else sizes.tall
 
 
 def _grid(sheet: _Sheet) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -252,7 +253,17 @@ def _add_sheet(tables: Tables, sheet: _Sheet, tensor: Tensor, first_lane: dict[P
                 slots[axis] = first_slot[p.piece] + partial * p.piece.view.lanes + lane
                 lanes[axis] = first_lane[p.piece] + lane
             address = tensor.data_ptr() + (sheet.offset + top * sheet.stride + left) * tensor.element_size()
-            tile = Tile(address, bottom - top, right - left, sheet.stride, *slots, *lanes, sheet.placed[0].piece.tensor)
+            tile = Tile(
+                address=address,
+                rows=bottom - top,
+                cols=right - left,
+                row_stride=sheet.stride,
+                row_slot=slots[0],
+                col_slot=slots[1],
+                row_lane=lanes[0],
+                col_lane=lanes[1],
+                tensor=sheet.placed[0].piece.tensor,
+            )
             kind = tables.row_tiles if lanes[1] == NONE else tables.other_tiles
             kind.setdefault(tile_class, []).append(tile)
 
@@ -264,19 +275,19 @@ def _add_recount(tables: Tables, piece: Piece, tensor: Tensor) -> None:
     for top, bottom in rows:
         for left, right in cols:
             address = tensor.data_ptr() + (sheet.offset + top * sheet.stride + left) * tensor.element_size()
-            tiles.append(Tile(address, bottom - top, right - left, sheet.stride, *[NONE] * 4, piece.tensor))
+            tiles.append(Tile(address, bottom - top, right - left, sheet.stride, NONE, NONE, NONE, NONE, piece.tensor))
 
 
 def _add_lane_runs(tables: Tables, piece: Piece, partials: int, tile_class: TileClass, recount: bool) -> None:
     view = piece.view
-    for start in range(0, view.lanes, tuning.FOLD_LANES):
+    for start in range(0, view.lanes, tuning.current().fold_lanes):
         tables.lane_runs.append(
             LaneRun(
                 slot=tables.slots,
                 partials=partials,
                 lanes=view.lanes,
                 start=start,
-                stop=min(start + tuning.FOLD_LANES, view.lanes),
+                stop=min(start + tuning.current().fold_lanes, view.lanes),
                 wide=int(tile_class.compute == torch.float64),
                 lane=tables.lanes,
                 first=view.first,
@@ -294,8 +305,8 @@ def _add_channels(tables: Tables, segment: Segment, pieces: Sequence[Piece], fir
     first_entry = len(tables.entries)
     for piece in pieces:
         tables.entries.extend(_entries(piece.view, first_lane[piece]))
-    for start in range(0, segment.channels, tuning.FOLD_CHANNELS):
-        stop = min(start + tuning.FOLD_CHANNELS, segment.channels)
+    for start in range(0, segment.channels, tuning.current().fold_channels):
+        stop = min(start + tuning.current().fold_channels, segment.channels)
         tables.chunks.append(Chunk(segment.base, start, stop, first_entry, len(tables.entries) - first_entry))
 
 
@@ -303,6 +314,6 @@ def _entries(view: View, lane: int) -> Iterator[Entry]:
     """Lanes of consecutive channels: one entry for each round through the channels and run in a block."""
     period = view.block * view.channels
     for turn in range((view.first + view.lanes - 1) // period + 1):
-        for run in range(0, view.block, tuning.FOLD_RUN):
+        for run in range(0, view.block, tuning.current().fold_run):
             start = lane + turn * period - view.first + run
-            yield Entry(start, view.block, lane, lane + view.lanes, min(tuning.FOLD_RUN, view.block - run))
+            yield Entry(start, view.block, lane, lane + view.lanes, min(tuning.current().fold_run, view.block - run))

@@ -1,20 +1,29 @@
 """Tile sizes and warps of the Triton kernels: one table, with the reasons next to the numbers.
 
 The kernels write in place, so nothing here is found by autotuning, whose trial runs would apply the
-writes several times. To try other sizes, replace an entry of `TILES` before a plan is built; results
-stay within the contract for any sizes, and bit-identical for the same ones.
+writes several times. To try other sizes:
+
+    with tuning.override(wide=TileShape(rows=256, cols=512, step=4, warps=4)):
+        prune_(clusters)
+
+Results stay within the contract for any sizes, and are bit-identical for the same ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
 class TileShape:
     """A tile is `rows` x `cols` elements, walked `step` rows at a time by `warps` warps.
 
-    `rows` and `step` are powers of two or multiples of `step`; `step` and `cols` are powers of two.
+    `step` and `cols` are powers of two, `rows` is a multiple of `step`.
     """
 
     rows: int
@@ -23,28 +32,48 @@ class TileShape:
     warps: int
 
 
-# Eight elements a thread and step: one or two 16-byte loads, about 70 registers, so that four programs
-# share a multiprocessor and hide each other's reductions. A tile leaves 8 bytes of workspace a lane:
-# 512 x 512 keeps that under 1.6 % of bfloat16 weights with lanes on both axes. `tall` is for matrices
-# with few columns, where a wide tile would be mostly empty. Eight warps of 64 lanes stay within the
-# 1024 threads of an AMD workgroup.
-TILES: dict[str, TileShape] = {
-    "wide": TileShape(rows=512, cols=512, step=4, warps=8),
-    "tall": TileShape(rows=2048, cols=16, step=128, warps=8),
+@dataclass(frozen=True)
+class Tuning:
+    # Eight elements a thread and step: one or two 16-byte loads, about 70 registers, so that several
+    # programs share a multiprocessor and hide each other's reductions. A tile leaves 8 bytes of
+    # workspace a lane: 512 x 512 keeps that at 1.6 % of bfloat16 weights with lanes on both axes.
+    wide: TileShape = TileShape(rows=512, cols=512, step=4, warps=8)
+    # For matrices of fewer than `wide_columns` columns, where a wide tile would be mostly empty.
+    tall: TileShape = TileShape(rows=2048, cols=16, step=128, warps=8)
+    wide_columns: int = 64
+    # Steps that are added up before they join a column's total: the float32 chains of a tile are 8 and
+    # 16 additions long instead of 128.
+    chain: int = 8
+    # Fold and account walk lanes and channels; blocks only have to fill a few warps.
+    fold_lanes: int = 128
+    fold_depth: int = 8
+    fold_channels: int = 16
+    fold_entries: int = 64
+    # Neighbouring lanes of one channel that one entry of the channel fold covers.
+    fold_run: int = 16
+    # Scores that a pass of the selection takes at once.
+    select_chunk: int = 1024
+
+
+# A wave of an AMD GPU has 64 lanes: half the waves are as many threads.
+TUNINGS = {
+    "cuda": Tuning(),
+    "hip": Tuning(wide=TileShape(512, 512, 4, 4), tall=TileShape(2048, 16, 128, 4)),
 }
-# Below this many columns a matrix is tall.
-WIDE_COLUMNS = 64
+_current = TUNINGS["hip" if torch.version.hip else "cuda"]
 
-# Additions of squares down a column before the chain is closed and added to the tile's total: the
-# float32 chains of a tile are 8 and 16 long instead of 128.
-CHAIN = 8
 
-# Fold and account walk lanes and channels; these sizes only have to fill a warp or two.
-FOLD_LANES = 128
-FOLD_DEPTH = 8
-FOLD_CHANNELS = 16
-FOLD_ENTRIES = 64
-# Neighbouring lanes of one channel that one entry of the channel fold covers.
-FOLD_RUN = 16
-# Scores a selection pass takes at once.
-SELECT_CHUNK = 1024
+def current() -> Tuning:
+    """The tuning that plans are made with."""
+    return _current
+
+
+@contextmanager
+def override(**changes: Any) -> Iterator[Tuning]:
+    """Other values, by the names of `Tuning`, for plans that are made inside the context."""
+    global _current
+    before, _current = _current, replace(_current, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before

@@ -23,8 +23,9 @@ from coupled_prune.validate import label
 Path = Literal["auto", "fast", "reference"]
 PATHS = ("auto", "fast", "reference")
 
-# With fewer elements a channel than this, a cluster of contiguous runs is worked through in ranges
-# of channels: float64 for all channels at once would take more memory than the weights.
+# A cluster of contiguous runs with at least this many channels and fewer elements a channel is worked
+# through in ranges of channels: float64 for all of them at once would take a fair share of the weights.
+FLAT_CHANNELS = 1 << 16
 FLAT_ELEMENTS = 64
 
 
@@ -65,12 +66,17 @@ class ClusterPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step over all clusters. `fillers` only count elements that no member covers."""
+    """One step over all clusters.
+
+    `fillers` only count elements that no member covers. Parameters in `counted_afterwards` have their
+    zeros counted when all is written: a member on the reference path, or gaps that are no views.
+    """
 
     parameters: tuple[Tensor, ...]
     names: tuple[str | None, ...]
     clusters: tuple[ClusterPlan, ...]
-    fillers: tuple[Piece, ...]
+    fillers: tuple[Piece, ...] = ()
+    counted_afterwards: frozenset[int] = frozenset()
 
     @property
     def segments(self) -> list[Segment]:
@@ -83,11 +89,6 @@ class Plan:
     @property
     def pieces(self) -> list[Piece]:
         return [piece for member in self.members for piece in member.pieces]
-
-    @property
-    def counted_afterwards(self) -> set[int]:
-        """Parameters with a member on the reference path: their zeros are counted when all is written."""
-        return {member.parameter for member in self.members if member.path == "reference"}
 
 
 def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
@@ -118,7 +119,7 @@ def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
         plans.append(planned)
         base += planned.channels if planned.segment else 0
         count += len(planned.members)
-    return _with_counting(Plan(tuple(parameters), tuple(names), tuple(plans), ()))
+    return _with_counting(Plan(tuple(parameters), tuple(names), tuple(plans)))
 
 
 def _plan_cluster(cluster: Cluster, base: int, count: int, index: dict[int, int], path: Path) -> ClusterPlan:
@@ -128,11 +129,9 @@ def _plan_cluster(cluster: Cluster, base: int, count: int, index: dict[int, int]
     dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
     maps = [layout.channel_map for layout in layouts]
     segment = Segment(base, layouts[0].channels, dtype)
-    flat = (
-        path != "reference"
-        and sum(layout.per_channel for layout in layouts) < FLAT_ELEMENTS
-        and all(map(_is_flat, members, maps))
-    )
+    elements = sum(layout.per_channel for layout in layouts)
+    many = segment.channels >= FLAT_CHANNELS and elements < FLAT_ELEMENTS
+    flat = path != "reference" and many and all(map(_is_flat, members, maps))
     planned = []
     for i, (member, channel_map) in enumerate(zip(members, maps, strict=True)):
         parameter = index[id(member.parameter)]
@@ -185,17 +184,23 @@ def _with_counting(plan: Plan) -> Plan:
     """Mark the pieces that count, so that every element of every parameter is counted once."""
     counting: set[int] = set()  # id of the MemberPlan
     fillers: list[Piece] = []
+    afterwards: set[int] = set()
     memberships: dict[int, list[MemberPlan]] = {}
     for member in plan.members:
         memberships.setdefault(member.parameter, []).append(member)
     for parameter, members in memberships.items():
-        if parameter in plan.counted_afterwards:
+        if any(m.path == "reference" for m in members):
+            afterwards.add(parameter)
             continue
         whole = next((m for m in members if m.member.range is None), None)
         cover = [whole] if whole else _disjoint_ranges(members)
-        counting.update(id(m) for m in cover)
         if not whole:
-            fillers += _gaps(parameter, plan.parameters[parameter], cover)
+            try:
+                fillers += _gaps(parameter, plan.parameters[parameter], cover)
+            except NotAView:
+                afterwards.add(parameter)
+                continue
+        counting.update(id(m) for m in cover)
 
     def mark(member: MemberPlan) -> MemberPlan:
         if id(member) not in counting:
@@ -204,7 +209,7 @@ def _with_counting(plan: Plan) -> Plan:
         return replace(member, flat=flat, pieces=tuple(replace(piece, counted=True) for piece in member.pieces))
 
     clusters = tuple(replace(c, members=tuple(map(mark, c.members))) for c in plan.clusters)
-    return replace(plan, clusters=clusters, fillers=tuple(fillers))
+    return replace(plan, clusters=clusters, fillers=tuple(fillers), counted_afterwards=frozenset(afterwards))
 
 
 def _resolved(member: MemberPlan) -> tuple[int, int, int]:

@@ -109,7 +109,7 @@ def _check_tensor(tensor: Any) -> None:
     if tensor.dtype not in DTYPES:
         raise ValueError(f"dtype {tensor.dtype} is not supported; expected one of {', '.join(map(str, DTYPES))}")
     if tensor.is_neg():
-        raise ValueError("its negative bit is set (a lazily negated view), so its memory is not its values; pass a real copy")
+        raise ValueError("its negative bit is set (a lazily negated view): its memory is not its values; pass a copy")
     if _span(tensor)[1] - tensor.untyped_storage().data_ptr() > tensor.untyped_storage().nbytes():
         raise ValueError(
             f"its storage holds {tensor.untyped_storage().nbytes()} bytes, too few for shape {tuple(tensor.shape)}: "

@@ -5,22 +5,14 @@ Triton decides when a kernel is decorated, so the variable has to be set before 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 
-import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        import coupled_kernels.gpu
-    except ImportError:  # no triton: the CPU path has to work alone
-        pass
+    with contextlib.suppress(ImportError):  # without triton the CPU path has to work alone
+        importlib.import_module("coupled_kernels.gpu")
     os.environ["TRITON_INTERPRET"] = "0"
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    """CPU tensors take the Triton kernels, run by the interpreter."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")

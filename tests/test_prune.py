@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coupled_prune import Cluster, Member, apply_masks_, prune_
 from tests import oracle
+from tests.backends import BACKENDS, KERNELS, running
 from tests.tensors import DTYPES, Guarded, members, values_of
 
 TARGETS = [0.0, 0.07, 0.25, 0.3, 0.5, 0.55, 0.999, 1.0]
@@ -18,10 +19,11 @@ TARGETS = [0.0, 0.07, 0.25, 0.3, 0.5, 0.55, 0.999, 1.0]
 pytestmark = pytest.mark.filterwarnings("ignore:cluster .*all .* channels are zeroed")
 
 
-def check(clusters, guards, path):
+def check(clusters, guards, backend):
     before = [tensor.clone() for tensor in {id(m.parameter): m.parameter for c in clusters for m in c.members}.values()]
     sums = {c.key: oracle.square_sums(c, channels_of(c))[0] for c in clusters}
-    result = prune_(clusters, path=path)
+    with running(backend) as path:
+        result = prune_(clusters, path=path)
     for cluster in clusters:
         k = oracle.exact_budget(cluster.min_sparsity, channels_of(cluster))
         wide = any(m.parameter.dtype == torch.float64 for m in cluster.members)
@@ -48,18 +50,18 @@ def clusters(draw, key="c"):
     return Cluster(key, [member for member, _ in drawn], target), [guarded for _, guarded in drawn]
 
 
-@pytest.mark.parametrize("path", ["auto", "reference"])
-@settings(max_examples=250, deadline=None, derandomize=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(drawn=st.data())
-def test_one_cluster(path, drawn):
+def test_one_cluster(backend, drawn):
     cluster, guards = drawn.draw(clusters())
-    check([cluster], guards, path)
+    check([cluster], guards, backend)
 
 
-@pytest.mark.parametrize("path", ["auto", "reference"])
-@settings(max_examples=120, deadline=None, derandomize=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(drawn=st.data())
-def test_clusters_that_cross_in_shared_tensors(path, drawn):
+def test_clusters_that_cross_in_shared_tensors(backend, drawn):
     """Readers on columns, feed-forward channels on rows, head ranges: one tensor in several clusters."""
     rows, cols, head_dim = (drawn.draw(st.integers(1, 6)) for _ in range(3))
     layout = st.sampled_from(["contiguous", "misaligned", "transposed", "row-strided", "every second"])
@@ -91,14 +93,14 @@ def test_clusters_that_cross_in_shared_tensors(path, drawn):
         targets[2],
     )
     order = drawn.draw(st.permutations([residual, hidden, heads]))
-    check(order, [up, square, packed], path)
+    check(order, [up, square, packed], backend)
 
 
-def model(dtype=torch.float32, seed=0, rows=300, channels=77):
+def model(dtype=torch.float32, seed=0, rows=300, channels=77, columns=1030):
     """Weights of one stream with sizes that cut blocks and vectors unevenly."""
     generator = torch.Generator().manual_seed(seed)
     reader = torch.randn(rows, channels, generator=generator).to(dtype)
-    writer = torch.randn(channels, 1030, generator=generator).to(dtype)
+    writer = torch.randn(channels, columns, generator=generator).to(dtype)
     return [reader, writer, torch.randn(channels, generator=generator).to(dtype)]
 
 
@@ -109,13 +111,15 @@ def stream(weights, target=0.3):
     )
 
 
+@pytest.mark.parametrize("backend", ["cpu", *KERNELS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_identical_channels_tie_wherever_they_stand(dtype):
+def test_identical_channels_tie_wherever_they_stand(dtype, backend):
     """A lane in the remainder of a vector or thread is summed in the same order as all others."""
-    weights = model(dtype)
+    weights = model(dtype, rows=30, columns=50) if backend == "small tiles" else model(dtype)
     for weight, axis in zip(weights, (1, 0, 0), strict=True):
         weight.copy_(weight.select(axis, 0).unsqueeze(axis).expand_as(weight).clone())
-    result = prune_(stream(weights, 0.5))["stream"]
+    with running(backend):
+        result = prune_(stream(weights, 0.5))["stream"]
     assert result.scores.unique().numel() == 1
     assert result.ids == list(range(39))
 
@@ -133,9 +137,11 @@ def test_ties_at_odd_sizes(rows, channels):
         assert prune_(cluster)[cluster.key].scores.unique().numel() == 1
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tiles"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_repeated_runs_are_bit_identical(dtype):
-    runs = [prune_(stream(model(dtype)))["stream"] for _ in range(5)]
+def test_repeated_runs_are_bit_identical(dtype, backend):
+    with running(backend):
+        runs = [prune_(stream(model(dtype)))["stream"] for _ in range(3)]
     for run in runs[1:]:
         assert torch.equal(run.scores, runs[0].scores)
         assert run.ids == runs[0].ids
@@ -160,37 +166,39 @@ def test_half_precision_does_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("path", ["auto", "reference"])
-def test_nan_and_infinity_are_the_last_to_go(dtype, path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_and_infinity_are_the_last_to_go(dtype, backend):
     weight = torch.arange(1, 7, dtype=torch.float64).expand(4, 6).to(dtype).clone()
     weight[2, 0], weight[1, 1], weight[3, 2] = float("nan"), float("-inf"), float("nan")
-    result = prune_(Cluster("c", [Member(weight, "Dim1Grouper")], 4 / 6), path)["c"]
+    with running(backend) as path:
+        result = prune_(Cluster("c", [Member(weight, "Dim1Grouper")], 4 / 6), path)["c"]
     assert result.ids == [1, 3, 4, 5]
     assert result.nonfinite == [0, 1, 2]
     assert torch.equal(weight[:, 1], torch.zeros(4, dtype=dtype))
     assert weight[2, 0].isnan()
 
 
-@pytest.mark.parametrize("path", ["auto", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("target", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
     "empty",
     [(torch.empty(0, 10), "Dim1Grouper"), (torch.empty(10, 0), "Dim0Grouper"), (torch.empty(10, 0, 3), "Dim0Grouper")],
 )
 @pytest.mark.parametrize("alone", [True, False])
-def test_empty_members(empty, alone, target, path):
+def test_empty_members(empty, alone, target, backend):
     """Every score of an empty member is zero, so alone it prunes by index."""
     others = [] if alone else [Member(torch.arange(10.0, 0, -1), "Dim0Grouper")]
     cluster = Cluster("c", [Member(*empty), *others], target, score_type="rms")
-    result = prune_(cluster, path)["c"]
+    with running(backend) as path:
+        result = prune_(cluster, path)["c"]
     k = oracle.exact_budget(target, 10)
     assert result.ids == (list(range(k)) if alone else list(range(10 - k, 10)))
     assert result.scores.isfinite().all()
 
 
-@pytest.mark.parametrize("path", ["auto", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("existing", [0.0, -0.0])
-def test_zeros_that_were_there_are_counted_once(path, existing):
+def test_zeros_that_were_there_are_counted_once(backend, existing):
     """Zeros in kept and in chosen channels, where two masks cross, and a second call that changes nothing."""
     weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     weight[::3, ::2] = existing
@@ -199,7 +207,8 @@ def test_zeros_that_were_there_are_counted_once(path, existing):
         Cluster("cols", [Member(weight, "Dim1Grouper")], 0.5),
     ]
     for _ in range(2):
-        result = prune_(both, path)
+        with running(backend) as path:
+            result = prune_(both, path)
         assert result.zero_elts == int((weight == 0).sum())
     assert result["rows"].zero_channels == 16
     assert result["cols"].zero_channels == 15

@@ -99,7 +99,7 @@ class NotAMember:
     parameter = torch.ones(4)
 
 
-NAMED = NAMED
+NAMED = "parameter 'w'"
 MEMBERS = {
     "no members": (list, ValueError, ["no members"]),
     "a bare tensor": (lambda: [weight(4, 4)], TypeError, ["member 0", "Tensor"]),

@@ -1,0 +1,48 @@
+"""The ways a projection can run, as contexts for parametrized tests.
+
+"small tiles" and "tiles" run the Triton kernels in the interpreter. Small tiles cut even tiny tensors in
+several tiles, steps and chains, so that every boundary is met. "flat" sends clusters of any size
+through the path by ranges of channels, as far as their layouts allow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from coupled_kernels import tuning
+from coupled_kernels.tuning import TileShape
+from coupled_prune import plan
+
+SMALL = {
+    "wide": TileShape(rows=4, cols=8, step=2, warps=1),
+    "tall": TileShape(rows=8, cols=2, step=4, warps=1),
+    "wide_columns": 4,
+    "chain": 1,
+    "fold_lanes": 4,
+    "fold_depth": 2,
+    "fold_channels": 2,
+    "fold_entries": 2,
+    "fold_run": 2,
+    "select_chunk": 4,
+}
+BACKENDS = ["cpu", "flat", "reference", "small tiles", "tiles"]
+KERNELS = ["small tiles", "tiles"]
+
+
+@contextlib.contextmanager
+def running(backend):
+    """Sets the backend up; yields the `path` to pass to `prune_`."""
+    if backend in ("cpu", "reference"):
+        yield "reference" if backend == "reference" else "auto"
+        return
+    if backend == "flat":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "FLAT_CHANNELS", 0)
+            yield "auto"
+        return
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch, tuning.override(**(SMALL if backend == "small tiles" else {})):
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield "auto"
