@@ -68,8 +68,8 @@ class CpuStep:
             chosen[segment.slice] = lowest(scores[segment.slice].to(segment.dtype), k)
         return chosen
 
-    def write(self, chosen: Tensor) -> Tensor:
-        """Set chosen channels (bool (channels,)) to +0.0; literal zeros of each tensor, int64 (tensors,)."""
+    def write(self, chosen: Tensor, zeros_out: Tensor) -> None:
+        """Set chosen channels (bool (channels,)) to +0.0; adds each tensor's literal zeros to `zeros_out`, int64."""
         zeros = list(self.zeros)
         # Columns first: where masks cross, looking for zeros along whole rows afterwards is the cheaper way.
         for piece in sorted(self.pieces, key=lambda piece: -piece.view.axis):
@@ -80,7 +80,7 @@ class CpuStep:
                 look = zeros[piece.tensor] > 0 or self.unknown[piece.tensor] > 0
                 newly_zero = _zero_columns if piece.view.axis else _zero_rows
                 zeros[piece.tensor] += newly_zero(piece.view.of(self.tensors[piece.tensor]), lanes, index, look)
-        return torch.tensor(zeros, dtype=torch.int64, device="cpu")
+        zeros_out += torch.tensor(zeros, dtype=torch.int64, device="cpu")
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:

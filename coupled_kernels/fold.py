@@ -40,7 +40,7 @@ def fold_lanes(
         at = slot + (start + depth)[:, None] * lanes + lane[None, :]
         valid = (start + depth < count)[:, None] & inside[None, :]
         if wide != 0:
-            sums += tl.load(wide_partials + at, mask=valid, other=0)
+            sums += tl.load(wide_partials + at, mask=valid, other=0).to(tl.float64)
         else:
             sums += tl.load(partials + at, mask=valid, other=0).to(tl.float64)
         found += tl.load(zeros + at, mask=valid, other=0).to(tl.int64)

@@ -48,7 +48,6 @@ class GpuStep:
         self.tuning = tuning.current()
         tables = build_tables(pieces, fillers, tensors, segments)
         self.device = tensors[0].device
-        self.tensors = len(tensors)
         self.channels = sum(segment.channels for segment in segments)
         self.lanes, self.slots = tables.lanes, tables.slots
         self.wide = any(tile_class.compute == torch.float64 for tile_class in _classes(tables))
@@ -70,14 +69,8 @@ class GpuStep:
 
     def measure(self) -> Tensor:
         """Sum of squares of every channel, float64 (channels,); also keeps the zeros of every lane."""
-        partials, wide_partials, zeros = (
-            self._empty(n, dtype)
-            for n, dtype in (
-                (self.slots, torch.float32),
-                (self.slots if self.wide else 1, torch.float64),
-                (self.slots, torch.int32),
-            )
-        )
+        partials, zeros = self._empty(self.slots, torch.float32), self._empty(self.slots, torch.int32)
+        wide_partials = self._empty(self.slots, torch.float64) if self.wide else partials
         lane_sums, self.lane_zeros = self._empty(self.lanes, torch.float64), self._empty(self.lanes, torch.int64)
         scores = self._empty(self.channels, torch.float64)
         for tile_class, tiles in self.all_tiles.items():
@@ -139,9 +132,8 @@ class GpuStep:
         )
         return chosen.view(torch.bool)
 
-    def write(self, chosen: Tensor) -> Tensor:
-        """Set chosen channels (bool (channels,)) to +0.0; literal zeros of each tensor, int64 (tensors,)."""
-        zeros = torch.zeros(self.tensors, dtype=torch.int64, device=self.device)
+    def write(self, chosen: Tensor, zeros: Tensor) -> None:
+        """Set chosen channels (bool (channels,)) to +0.0; adds each tensor's literal zeros to `zeros`, int64."""
         chosen_lanes = self._empty(self.lanes, torch.int8)
         launch(
             account,
@@ -162,7 +154,6 @@ class GpuStep:
             self._launch_tiles(mask_any, tile_class, tiles, chosen_lanes, zeros, COMPUTE=None)
         for tile_class, tiles in self.recounted.items():
             self._launch_tiles(count, tile_class, tiles, zeros, COMPUTE=None)
-        return zeros
 
     def _launch_tiles(
         self, kernel: object, tile_class: TileClass, tiles: Tensor, *arguments: Tensor, **constants: object

@@ -17,7 +17,7 @@ from torch import Tensor
 from coupled_kernels import ChannelMap, FlatPiece, NotAView, Piece, Segment, View, backend, make_views
 from coupled_prune.cluster import Cluster
 from coupled_prune.groupers import layout_of
-from coupled_prune.member import Member
+from coupled_prune.member import Member, Range
 from coupled_prune.validate import label
 
 Path = Literal["auto", "fast", "reference"]
@@ -157,7 +157,7 @@ def _plan_views(
 ) -> MemberPlan:
     member = cluster.members[i]
     try:
-        views = _views_in(member.parameter, member.tensor, channel_map)
+        views = _views_in(member.parameter, member.range, channel_map)
     except NotAView as error:
         if path == "fast":
             raise ValueError(
@@ -173,11 +173,13 @@ def _plan_views(
     return MemberPlan(member, parameter, "fast", reason, pieces)
 
 
-def _views_in(parameter: Tensor, tensor: Tensor, channel_map: ChannelMap) -> list[View]:
-    """Views of `tensor`, an alias of (a range of) `parameter`, with offsets from the parameter's start."""
-    shift = int(tensor.storage_offset() - parameter.storage_offset())
-    views = make_views(tensor.shape, tensor.stride(), channel_map)
-    return [replace(view, offset=view.offset + shift) for view in views]
+def _views_in(parameter: Tensor, span: Range | None, channel_map: ChannelMap) -> list[View]:
+    """Views of a range of `parameter`, with offsets from the parameter's start; no torch operator is called."""
+    shape, strides, shift = list(parameter.shape), parameter.stride(), 0
+    if span is not None:
+        shape[span.dim] = span.stop - span.start
+        shift = span.start * strides[span.dim]
+    return [replace(view, offset=view.offset + shift) for view in make_views(shape, strides, channel_map)]
 
 
 def _with_counting(plan: Plan) -> Plan:
@@ -236,8 +238,9 @@ def _gaps(parameter: int, tensor: Tensor, cover: Sequence[MemberPlan]) -> list[P
     starts = [*(start for _, start, _ in map(_resolved, cover)), tensor.size(dim)]
     pieces = []
     for start, stop in zip(ends, starts, strict=True):
-        gap = tensor.detach().narrow(dim, start, stop - start)
-        one_channel = ChannelMap.row_major(gap.shape, math.prod(gap.shape), 1)
-        for view in _views_in(tensor, gap, one_channel):
+        shape = list(tensor.shape)
+        shape[dim] = stop - start
+        one_channel = ChannelMap.row_major(shape, math.prod(shape), 1)
+        for view in _views_in(tensor, Range(dim, start, stop), one_channel):
             pieces.append(Piece(parameter, -1, view, 0, scored=False, counted=True, dtype=torch.float32))
     return pieces

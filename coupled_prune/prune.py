@@ -158,7 +158,8 @@ class _Projection:
         """Write all masks; `zeros` becomes the number of literal zeros of each parameter."""
         plan = self.plan
         if self.step:
-            self.zeros += self.step.write(self.chosen)
+            self.step.write(self.chosen, self.zeros)
+            self._tell_autograd()
         for cluster in plan.clusters:
             if cluster.cluster.key in self.untouched:
                 continue
@@ -171,6 +172,17 @@ class _Projection:
                     reference.zero_(m.member.tensor, m.member.grouper, m.member.arguments, mask)
         for parameter in plan.counted_afterwards:
             self.zeros[parameter] = reference.count_zeros(plan.parameters[parameter])
+
+    def _tell_autograd(self) -> None:
+        """Kernels write behind torch's back: a graph that saved a weight has to notice."""
+        written = {
+            m.parameter
+            for cluster in self.plan.clusters
+            for m in cluster.members
+            if m.pieces and cluster.cluster.key not in self.untouched
+        }
+        tensors = (self.plan.parameters[parameter] for parameter in written)
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
     def account(self, scored: bool) -> PruneResult:
         """Results that read the device only when they are read themselves."""

@@ -160,7 +160,7 @@ def test_explain_says_path_and_reason_and_writes_nothing():
         ],
         0.3,
     )
-    small = Cluster("small", [Member(torch.ones(5, 4), "ElemGrouper")], 0.25, keep_multiple_of=8)
+    small = Cluster("small", [Member(torch.ones(4, 2**14), "ElemGrouper")], 0.25, keep_multiple_of=8)
     explained = explain([cluster, small])
     text = str(explained).splitlines()
     lines = [line.split() for line in text]
@@ -170,7 +170,7 @@ def test_explain_says_path_and_reason_and_writes_nothing():
     assert row.startswith("c member 1 of shape (6, 5) 6x5 float32 Dim0Grouper no reference")
     assert row.endswith("no dimension is contiguous in memory")
     assert " ".join(lines[4]).endswith("12x2 bfloat16 AttentionHeadGrouperDim0 yes fast 12x2, lanes on axis 0")
-    assert text[-2:] == ["c: 2 of 6 channels will be zeroed", "small: 4 of 20 channels will be zeroed"]
+    assert text[-2:] == ["c: 2 of 6 channels will be zeroed", "small: 16384 of 65536 channels will be zeroed"]
     assert [explained.path_of("c", i) for i in range(3)] == ["fast", "reference", "fast"]
     assert explained.path_of("small", 0) == "flat"
     assert explain(cluster, path="reference").path_of("c", 0) == "reference"
