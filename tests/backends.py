@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import torch
 
 from coupled_kernels import tuning
 from coupled_kernels.tuning import TileShape
@@ -43,6 +44,8 @@ def running(backend):
             yield "auto"
         return
     pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, not interpreted: python -m benchmarks.gpu checks them")
     with pytest.MonkeyPatch.context() as patch, tuning.override(**(SMALL if backend == "small tiles" else {})):
         patch.setenv("TRITON_INTERPRET", "1")
         yield "auto"
