@@ -50,7 +50,7 @@ def make_step(
         return CpuStep(pieces, fillers, tensors, segments)
     from coupled_kernels.gpu import GpuStep
 
-    places = tuple(tensor.data_ptr() for tensor in tensors)
+    places = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
     key = (tuple(pieces), tuple(fillers), tuple(segments), device, places, tuning.current())
     step = _steps.pop(key, None) or GpuStep(pieces, fillers, tensors, segments)
     _steps[key] = step
