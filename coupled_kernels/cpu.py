@@ -94,8 +94,9 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
         if halvings == FLOAT32_HALVINGS:
             x = x.double()
         size = x.size(dim)
-        x, other = x.split((size + 1) // 2, dim)
-        (x.narrow(dim, 0, size // 2) if size % 2 else x).add_(other)
+        other = x.narrow(dim, (size + 1) // 2, size // 2)
+        x.narrow(dim, 0, size // 2).add_(other)
+        x = x.narrow(dim, 0, (size + 1) // 2)
         halvings += 1
     return x.squeeze(dim).double()
 

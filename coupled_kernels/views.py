@@ -7,6 +7,7 @@ looks at data, so validation, the CPU path and the GPU kernels read one descript
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -111,9 +112,15 @@ def make_views(
 
     Raises `NotAView` with the reason where no short list exists.
     """
+    return _make_views(tuple(shape), tuple(strides), channel_map, tuple(start or [0] * len(shape)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_views(
+    shape: tuple[int, ...], strides: tuple[int, ...], channel_map: ChannelMap, start: tuple[int, ...]
+) -> tuple[View, ...]:
     if math.prod(shape) == 0:
         return ()
-    start = start or [0] * len(shape)
     position = sum(i * step for i, step in zip(start, channel_map.steps, strict=True))
     # Steps inside a channel may count as zero (such dimensions then merge with each other) or be
     # kept (they then merge with the lanes around them): a 3x3 filter bank wants either at times.
