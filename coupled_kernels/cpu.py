@@ -7,7 +7,9 @@ one read of the weights works on the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -20,6 +22,10 @@ BLOCK = 1 << 18
 # Extent of a block along the summed dimension, by axis: columns need few rows to fill a block, rows
 # need runs of columns that vectorize.
 DEPTH = (512, 128)
+# Elements of the part of a matrix that one thread measures at a time: a few milliseconds of work.
+PART = 1 << 22
+# More threads wait for memory and for Python's lock, and each has two blocks of workspace.
+MAX_THREADS = 16
 # A channel's float32 sum is a square, a chain over 4 blocks and 3 halvings, then float64, then the
 # final rounding: at most 8 roundings, 4.8e-7, half of what the contract lets two channels differ by.
 CHAIN = 4
@@ -47,18 +53,20 @@ class CpuStep:
         scores = torch.zeros(self.channels, dtype=torch.float64, device="cpu")
         self.zeros = [0] * len(self.tensors)
         self.unknown = [tensor.numel() for tensor in self.tensors]  # elements that no piece counts
-        dtypes = {piece.dtype for piece in self.pieces}
-        buffers = {dtype: torch.empty((2, BLOCK), dtype=dtype, device="cpu") for dtype in dtypes}
-        for piece in [*self.pieces, *self.fillers]:
-            matrix = piece.view.of(self.tensors[piece.tensor])
-            if piece.scored:
-                sums, zeros = _square_sums(matrix, piece.view.axis, buffers[piece.dtype], piece.counted)
-                scores.index_add_(0, piece.view.lane_channels().add_(piece.base), sums)
-            else:
-                zeros = matrix.numel() - int(torch.count_nonzero(matrix)) if piece.counted else 0
+        pieces = [*self.pieces, *self.fillers]
+        parts = [_parts(piece.view.of(self.tensors[piece.tensor]), piece.view.axis) for piece in pieces]
+        work = [(piece, part) for piece, cut in zip(pieces, parts, strict=True) for part in cut]
+        measured = iter(_in_threads(_measure, work))
+        # Sums are added in the order of the parts, whichever thread made them.
+        for piece, cut in zip(pieces, parts, strict=True):
+            channels = piece.view.lane_channels().add_(piece.base) if piece.scored else None
+            for sums, zeros in itertools.islice(measured, len(cut)):
+                if channels is not None:
+                    scores.index_add_(0, channels, sums)
+                if piece.counted:
+                    self.zeros[piece.tensor] += zeros
             if piece.counted:
-                self.zeros[piece.tensor] += zeros
-                self.unknown[piece.tensor] -= matrix.numel()
+                self.unknown[piece.tensor] -= piece.view.numel
         return scores
 
     def select(self, scores: Tensor, budgets: Sequence[int]) -> Tensor:
@@ -101,15 +109,44 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim).double()
 
 
-def _square_sums(matrix: Tensor, axis: int, buffers: Tensor, counted: bool) -> tuple[Tensor, int]:
-    """Sum of squares of each lane, float64 (lanes,), and the number of literal zeros if `counted`.
+def _parts(matrix: Tensor, axis: int) -> tuple[Tensor, ...]:
+    """`matrix` cut along the summed dimension, all lanes in each part, deep enough that sums take little memory."""
+    return matrix.split(max(*DEPTH, PART // matrix.size(axis)), 1 - axis)
 
-    Squares have the dtype of `buffers`, (2, BLOCK).
+
+def _in_threads(
+    function: Callable[[Piece, Tensor], tuple[Tensor, int]], work: Sequence[tuple[Piece, Tensor]]
+) -> list[tuple[Tensor, int]]:
+    """`function` of each item, in order, on as many threads as torch would use and there is work for.
+
+    Torch's own threads wait for each other in every operator, which takes many times as long where other
+    processes want the cores; these meet once, at the end.
     """
+    torch_threads = torch.get_num_threads()
+    threads = min(torch_threads, MAX_THREADS, sum(part.numel() for _, part in work) // BLOCK)
+    if threads < 2:
+        return list(itertools.starmap(function, work))
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(function, *zip(*work, strict=True)))
+    finally:
+        torch.set_num_threads(torch_threads)
+
+
+def _measure(piece: Piece, matrix: Tensor) -> tuple[Tensor, int]:
+    """Sums of squares of the lanes of one part of a piece (none where it does not vote), and its literal zeros."""
+    if piece.scored:
+        return _square_sums(matrix, piece.view.axis, piece.dtype, piece.counted)
+    zeros = matrix.numel() - int(torch.count_nonzero(matrix)) if piece.counted else 0
+    return torch.zeros(0, dtype=torch.float64, device="cpu"), zeros
+
+
+def _square_sums(matrix: Tensor, axis: int, dtype: torch.dtype, counted: bool) -> tuple[Tensor, int]:
+    """Sum of squares of each lane, float64 (lanes,), and the number of literal zeros if `counted`."""
     sums = torch.zeros(matrix.size(axis), dtype=torch.float64, device="cpu")
     zeros = 0
     height, width = _block_shape(matrix, axis)
-    total, buffer = buffers
+    total, buffer = torch.empty((2, height * width), dtype=dtype, device="cpu")
     for lanes in _cuts(matrix.size(axis), (height, width)[axis]):
         strip = matrix[:, lanes] if axis else matrix[lanes]
         blocks = strip.split((height, width)[1 - axis], 1 - axis)
