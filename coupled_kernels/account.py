@@ -13,21 +13,39 @@ import triton
 import triton.language as tl
 
 from coupled_kernels.norms import load_tile
+from coupled_kernels.rows import (
+    RUN_BASE,
+    RUN_BLOCK,
+    RUN_CHANNELS,
+    RUN_COUNTED,
+    RUN_FIELDS,
+    RUN_FIRST,
+    RUN_LANE,
+    RUN_SIZE,
+    RUN_START,
+    RUN_STOP,
+    RUN_TENSOR,
+    TILE_TENSOR,
+)
 
 
 @triton.jit
-def account(runs, chosen, lane_zeros, chosen_lanes, zeros, FIELDS: tl.constexpr, LANES: tl.constexpr):
-    run = runs + tl.program_id(0).to(tl.int64) * FIELDS
-    lane = tl.load(run + 3) + tl.arange(0, LANES)
-    inside = lane < tl.load(run + 4)
-    at = tl.load(run + 6) + lane
-    channel = (tl.load(run + 7) + lane) // tl.load(run + 8) % tl.load(run + 9)
-    hit = tl.load(chosen + tl.load(run + 10) + channel, mask=inside, other=0) != 0
+def account(runs, chosen, lane_zeros, chosen_lanes, zeros, LANES: tl.constexpr):
+    """`chosen_lanes`, int8 (lanes,), from `chosen`, int8 (channels,); adds to `zeros`, int64 (tensors,).
+
+    `runs`, int64 (programs, RUN_FIELDS), and `lane_zeros`, int32 or int64 (lanes,), are those of `fold_lanes`.
+    """
+    run = runs + tl.program_id(0).to(tl.int64) * RUN_FIELDS
+    lane = tl.load(run + RUN_START) + tl.arange(0, LANES)
+    inside = lane < tl.load(run + RUN_STOP)
+    at = tl.load(run + RUN_LANE) + lane
+    channel = (tl.load(run + RUN_FIRST) + lane) // tl.load(run + RUN_BLOCK) % tl.load(run + RUN_CHANNELS)
+    hit = tl.load(chosen + tl.load(run + RUN_BASE) + channel, mask=inside, other=0) != 0
     tl.store(chosen_lanes + at, hit.to(tl.int8), mask=inside)
-    tensor = tl.load(run + 11)
+    tensor = tl.load(run + RUN_TENSOR)
     if tensor >= 0:
-        found = tl.load(lane_zeros + at, mask=inside, other=0)
-        new = tl.where(hit, tl.load(run + 12) - found, 0) + found * tl.load(run + 13)
+        found = tl.load(lane_zeros + at, mask=inside, other=0).to(tl.int64)
+        new = tl.where(hit, tl.load(run + RUN_SIZE) - found, 0) + found * tl.load(run + RUN_COUNTED)
         tl.atomic_add(zeros + tensor, tl.sum(new, 0))
 
 
@@ -35,15 +53,14 @@ def account(runs, chosen, lane_zeros, chosen_lanes, zeros, FIELDS: tl.constexpr,
 def count(
     tiles,
     zeros,
-    FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr,
     STEP: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0).to(tl.int64) * FIELDS
-    pointer, rows, cols, stride = load_tile(tile, DTYPE, VECTOR)
+    """Adds the literal zeros of `tiles`, int64 (programs, TILE_FIELDS), to `zeros`, int64 (tensors,)."""
+    tile, pointer, rows, cols, stride = load_tile(tiles, DTYPE, VECTOR)
     row = tl.arange(0, STEP)
     col = tl.arange(0, COLS)
     at = pointer + row.to(tl.int64)[:, None] * stride + col.to(tl.int64)[None, :]
@@ -52,4 +69,4 @@ def count(
         x = tl.load(at, mask=(start + row < rows)[:, None] & (col < cols)[None, :], other=1.0).to(COMPUTE)
         found += (x == 0).to(tl.int32)
         at += stride * STEP
-    tl.atomic_add(zeros + tl.load(tile + 8), tl.sum(tl.sum(found, 1).to(tl.int64), 0))
+    tl.atomic_add(zeros + tl.load(tile + TILE_TENSOR), tl.sum(tl.sum(found, 1).to(tl.int64), 0))

@@ -12,6 +12,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from coupled_kernels.rows import (
+    CHUNK_BASE,
+    CHUNK_ENTRIES,
+    CHUNK_ENTRY,
+    CHUNK_FIELDS,
+    CHUNK_START,
+    CHUNK_STOP,
+    ENTRY_FIELDS,
+    ENTRY_HIGH,
+    ENTRY_LANE,
+    ENTRY_LENGTH,
+    ENTRY_LOW,
+    ENTRY_STRIDE,
+    RUN_FIELDS,
+    RUN_LANE,
+    RUN_LANES,
+    RUN_PARTIALS,
+    RUN_SLOT,
+    RUN_START,
+    RUN_STOP,
+    RUN_WIDE,
+)
+
 
 @triton.jit
 def fold_lanes(
@@ -21,17 +44,20 @@ def fold_lanes(
     zeros,
     lane_sums,
     lane_zeros,
-    FIELDS: tl.constexpr,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    run = runs + tl.program_id(0).to(tl.int64) * FIELDS
-    slot = tl.load(run)
-    count = tl.load(run + 1)
-    lanes = tl.load(run + 2)
-    lane = tl.load(run + 3) + tl.arange(0, LANES)
-    inside = lane < tl.load(run + 4)
-    wide = tl.load(run + 5)
+    """`lane_sums`, float64, and `lane_zeros`, int32 or int64, (lanes,), from what `norms` left in its slots.
+
+    `runs`, int64 (programs, RUN_FIELDS), says which slots; those of float64 sums are in `wide_partials`.
+    """
+    run = runs + tl.program_id(0).to(tl.int64) * RUN_FIELDS
+    slot = tl.load(run + RUN_SLOT)
+    count = tl.load(run + RUN_PARTIALS)
+    lanes = tl.load(run + RUN_LANES)
+    lane = tl.load(run + RUN_START) + tl.arange(0, LANES)
+    inside = lane < tl.load(run + RUN_STOP)
+    wide = tl.load(run + RUN_WIDE)
     depth = tl.arange(0, DEPTH)
 
     sums = tl.zeros((DEPTH, LANES), tl.float64)
@@ -44,7 +70,7 @@ def fold_lanes(
         else:
             sums += tl.load(partials + at, mask=valid, other=0).to(tl.float64)
         found += tl.load(zeros + at, mask=valid, other=0).to(tl.int64)
-    out = tl.load(run + 6) + lane
+    out = tl.load(run + RUN_LANE) + lane
     tl.store(lane_sums + out, tl.sum(sums, 0), mask=inside)
     tl.store(lane_zeros + out, tl.sum(found, 0), mask=inside)
 
@@ -55,29 +81,31 @@ def fold_channels(
     entries,
     lane_sums,
     scores,
-    CHUNK_FIELDS: tl.constexpr,
-    ENTRY_FIELDS: tl.constexpr,
     ENTRIES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    """`scores`, float64 (channels of all clusters,), from `lane_sums`, float64 (lanes,).
+
+    `chunks`, int64 (programs, CHUNK_FIELDS), names channels and their `entries`, int64 (n, ENTRY_FIELDS).
+    """
     chunk = chunks + tl.program_id(0).to(tl.int64) * CHUNK_FIELDS
-    channel = tl.load(chunk + 1) + tl.arange(0, CHANNELS)
-    inside = channel < tl.load(chunk + 2)
-    first = tl.load(chunk + 3)
-    count = tl.load(chunk + 4)
+    channel = tl.load(chunk + CHUNK_START) + tl.arange(0, CHANNELS)
+    inside = channel < tl.load(chunk + CHUNK_STOP)
+    first = tl.load(chunk + CHUNK_ENTRY)
+    count = tl.load(chunk + CHUNK_ENTRIES)
 
     sums = tl.zeros((ENTRIES, CHANNELS), tl.float64)
     for start in range(0, count, ENTRIES):
         index = start + tl.arange(0, ENTRIES)
         valid = index < count
         entry = entries + (first + index) * ENTRY_FIELDS
-        stride = tl.load(entry + 1, mask=valid, other=0)
-        low = tl.load(entry + 2, mask=valid, other=0)
-        high = tl.load(entry + 3, mask=valid, other=0)
-        length = tl.load(entry + 4, mask=valid, other=0)
-        lane = tl.load(entry, mask=valid, other=0)[:, None] + stride[:, None] * channel[None, :]
+        stride = tl.load(entry + ENTRY_STRIDE, mask=valid, other=0)
+        low = tl.load(entry + ENTRY_LOW, mask=valid, other=0)
+        high = tl.load(entry + ENTRY_HIGH, mask=valid, other=0)
+        length = tl.load(entry + ENTRY_LENGTH, mask=valid, other=0)
+        lane = tl.load(entry + ENTRY_LANE, mask=valid, other=0)[:, None] + stride[:, None] * channel[None, :]
         for offset in range(tl.max(length)):
             here = (offset < length)[:, None] & inside[None, :]
             here = here & (lane + offset >= low[:, None]) & (lane + offset < high[:, None])
             sums += tl.load(lane_sums + lane + offset, mask=here, other=0)
-    tl.store(scores + tl.load(chunk) + channel, tl.sum(sums, 0), mask=inside)
+    tl.store(scores + tl.load(chunk + CHUNK_BASE) + channel, tl.sum(sums, 0), mask=inside)

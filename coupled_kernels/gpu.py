@@ -20,7 +20,7 @@ from coupled_kernels.mask import mask_any, mask_rows
 from coupled_kernels.norms import norms
 from coupled_kernels.pieces import Piece, Segment
 from coupled_kernels.select import select
-from coupled_kernels.tiles import Chunk, Entry, LaneRun, Tables, Tile, TileClass, build_tables
+from coupled_kernels.tiles import TileClass, build_tables
 
 _TYPES = {
     torch.float16: tl.float16,
@@ -28,11 +28,6 @@ _TYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-SEGMENT_FIELDS = 3
-
-
-def _classes(tables: Tables) -> list[TileClass]:
-    return list(dict.fromkeys([*tables.row_tiles, *tables.other_tiles]))
 
 
 class GpuStep:
@@ -47,35 +42,47 @@ class GpuStep:
     ) -> None:
         self.tuning = tuning.current()
         tables = build_tables(pieces, fillers, tensors, segments)
+        self._uploaded: list[Tensor] = []
+        self._streams: set[torch.cuda.Stream] = set()
         self.device = tensors[0].device
         self.channels = sum(segment.channels for segment in segments)
         self.lanes, self.slots = tables.lanes, tables.slots
-        self.wide = any(tile_class.compute == torch.float64 for tile_class in _classes(tables))
-        self.row_tiles = {c: self._upload(rows) for c, rows in tables.row_tiles.items()}
-        self.other_tiles = {c: self._upload(rows) for c, rows in tables.other_tiles.items()}
-        self.all_tiles = {
-            c: self._upload([*tables.row_tiles.get(c, []), *tables.other_tiles.get(c, [])]) for c in _classes(tables)
-        }
+        self.zeros_dtype = torch.int32 if tables.longest < 2**31 else torch.int64
+        self.row_tiles, self.other_tiles, self.all_tiles = {}, {}, {}
+        for c in dict.fromkeys([*tables.row_tiles, *tables.other_tiles]):
+            by_rows, others = tables.row_tiles.get(c, []), tables.other_tiles.get(c, [])
+            self.all_tiles[c] = self._upload([*by_rows, *others])
+            self.row_tiles[c], self.other_tiles[c] = self.all_tiles[c].split([len(by_rows), len(others)])
+        self.wide = any(c.compute == torch.float64 for c in self.all_tiles)
         self.recounted = {c: self._upload(rows) for c, rows in tables.recounted.items()}
         self.lane_runs, self.entries = self._upload(tables.lane_runs), self._upload(tables.entries)
-        self.chunks = self._upload(tables.chunks)
-        self.segments = self._upload([(s.base, s.channels, int(s.dtype == torch.float64)) for s in segments])
+        self.chunks, self.segments = self._upload(tables.chunks), self._upload(tables.segments)
+        # All of them are kept: a captured graph goes on reading the ones it was captured with.
         self._budgets: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def workspace(self) -> int:
-        """Bytes of partial sums and counts that a step needs besides its results."""
-        return self.slots * (16 if self.wide else 8) + self.lanes * 17
+        """Bytes of the device that a step needs besides its results: tables, partial sums and counts."""
+        slot = 2 + 4 + (8 if self.wide else 0)
+        lane = 8 + self.zeros_dtype.itemsize
+        return sum(table.nbytes for table in self._uploaded) + slot * self.slots + lane * self.lanes
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Has the allocator keep the tables until `stream` is done with them, should the step be dropped before."""
+        if stream not in self._streams:
+            self._streams.add(stream)
+            for table in self._uploaded:
+                table.record_stream(stream)
 
     def measure(self) -> Tensor:
         """Sum of squares of every channel, float64 (channels,); also keeps the zeros of every lane."""
-        partials, zeros = self._empty(self.slots, torch.float32), self._empty(self.slots, torch.int32)
+        partials, zeros = self._empty(self.slots, torch.float32), self._empty(self.slots, torch.int16)
         wide_partials = self._empty(self.slots, torch.float64) if self.wide else partials
-        lane_sums, self.lane_zeros = self._empty(self.lanes, torch.float64), self._empty(self.lanes, torch.int64)
+        lane_sums, self.lane_zeros = self._empty(self.lanes, torch.float64), self._empty(self.lanes, self.zeros_dtype)
         scores = self._empty(self.channels, torch.float64)
-        for tile_class, tiles in self.all_tiles.items():
-            own = wide_partials if tile_class.compute == torch.float64 else partials
-            self._launch_tiles(norms, tile_class, tiles, own, zeros, COMPUTE=None, CHAIN=self.tuning.chain)
+        for c, tiles in self.all_tiles.items():
+            own = wide_partials if c.compute == torch.float64 else partials
+            self._launch_tiles(norms, c, tiles, own, zeros, COMPUTE=_TYPES[c.compute], CHAIN=self.tuning.chain)
         launch(
             fold_lanes,
             len(self.lane_runs),
@@ -86,7 +93,6 @@ class GpuStep:
             zeros,
             lane_sums,
             self.lane_zeros,
-            FIELDS=len(LaneRun._fields),
             DEPTH=self.tuning.fold_depth,
             LANES=self.tuning.fold_lanes,
             warps=4,
@@ -99,8 +105,6 @@ class GpuStep:
             self.entries,
             lane_sums,
             scores,
-            CHUNK_FIELDS=len(Chunk._fields),
-            ENTRY_FIELDS=len(Entry._fields),
             ENTRIES=self.tuning.fold_entries,
             CHANNELS=self.tuning.fold_channels,
             warps=4,
@@ -115,7 +119,7 @@ class GpuStep:
         if not isinstance(budgets, Tensor):
             key = tuple(budgets)
             if key not in self._budgets:
-                self._budgets = {key: self._upload(key)}
+                self._budgets[key] = self._upload(key)
             budgets = self._budgets[key]
         chosen = self._empty(self.channels, torch.int8)
         launch(
@@ -126,7 +130,6 @@ class GpuStep:
             self.segments,
             budgets,
             chosen,
-            FIELDS=SEGMENT_FIELDS,
             CHUNK=self.tuning.select_chunk,
             warps=4,
         )
@@ -144,22 +147,19 @@ class GpuStep:
             self.lane_zeros,
             chosen_lanes,
             zeros,
-            FIELDS=len(LaneRun._fields),
             LANES=self.tuning.fold_lanes,
             warps=4,
         )
-        for tile_class, tiles in self.row_tiles.items():
-            self._launch_tiles(mask_rows, tile_class, tiles, chosen_lanes)
-        for tile_class, tiles in self.other_tiles.items():
-            self._launch_tiles(mask_any, tile_class, tiles, chosen_lanes, zeros, COMPUTE=None)
-        for tile_class, tiles in self.recounted.items():
-            self._launch_tiles(count, tile_class, tiles, zeros, COMPUTE=None)
+        for c, tiles in self.row_tiles.items():
+            self._launch_tiles(mask_rows, c, tiles, chosen_lanes)
+        for c, tiles in self.other_tiles.items():
+            self._launch_tiles(mask_any, c, tiles, chosen_lanes, zeros, COMPUTE=_TYPES[c.compute])
+        for c, tiles in self.recounted.items():
+            self._launch_tiles(count, c, tiles, zeros, COMPUTE=_TYPES[c.compute])
 
     def _launch_tiles(
         self, kernel: object, tile_class: TileClass, tiles: Tensor, *arguments: Tensor, **constants: object
     ) -> None:
-        if "COMPUTE" in constants:
-            constants["COMPUTE"] = _TYPES[tile_class.compute]
         shape = tile_class.shape
         launch(
             kernel,
@@ -167,7 +167,6 @@ class GpuStep:
             self.device,
             tiles,
             *arguments,
-            FIELDS=len(Tile._fields),
             DTYPE=_TYPES[tile_class.dtype],
             VECTOR=tile_class.vector,
             STEP=shape.step,
@@ -177,7 +176,10 @@ class GpuStep:
         )
 
     def _upload(self, rows: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        self._uploaded.append(table)
+        self._streams.clear()  # they know nothing of this one
+        return table
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)

@@ -13,21 +13,21 @@ import triton
 import triton.language as tl
 
 from coupled_kernels.norms import load_tile
+from coupled_kernels.rows import TILE_COL_LANE, TILE_ROW_LANE, TILE_TENSOR
 
 
 @triton.jit
 def mask_rows(
     tiles,
     chosen,
-    FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     VECTOR: tl.constexpr,
     STEP: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0).to(tl.int64) * FIELDS
-    pointer, rows, cols, stride = load_tile(tile, DTYPE, VECTOR)
-    lanes = chosen + tl.load(tile + 6)
+    """Zeroes the rows that `chosen`, int8 (lanes,), names in `tiles`, int64 (programs, TILE_FIELDS)."""
+    tile, pointer, rows, cols, stride = load_tile(tiles, DTYPE, VECTOR)
+    lanes = chosen + tl.load(tile + TILE_ROW_LANE)
     row = tl.arange(0, STEP)
     col = tl.arange(0, COLS)
     at = pointer + row.to(tl.int64)[:, None] * stride + col.to(tl.int64)[None, :]
@@ -43,18 +43,17 @@ def mask_any(
     tiles,
     chosen,
     zeros,
-    FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr,
     STEP: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0).to(tl.int64) * FIELDS
-    pointer, rows, cols, stride = load_tile(tile, DTYPE, VECTOR)
-    row_lane = tl.load(tile + 6)
-    col_lane = tl.load(tile + 7)
-    tensor = tl.load(tile + 8)
+    """Zeroes the rows and columns that `chosen`, int8 (lanes,), names; corrects `zeros`, int64 (tensors,)."""
+    tile, pointer, rows, cols, stride = load_tile(tiles, DTYPE, VECTOR)
+    row_lane = tl.load(tile + TILE_ROW_LANE)
+    col_lane = tl.load(tile + TILE_COL_LANE)
+    tensor = tl.load(tile + TILE_TENSOR)
     row = tl.arange(0, STEP)
     col = tl.arange(0, COLS)
     at = pointer + row.to(tl.int64)[:, None] * stride + col.to(tl.int64)[None, :]

@@ -1,10 +1,10 @@
 """Norms: every element is read once.
 
     partial[slot of lane l in this tile] = sum of x * x        (float32 or float64)
-    zeros  [slot of lane l in this tile] = number of x == 0    (int32)
+    zeros  [slot of lane l in this tile] = number of x == 0    (int16)
 
 over the elements of lane l inside one tile. A tile may have lanes on its rows, on its columns, or on
-both. Reads each element once; writes 8 bytes (12 in float64) a lane and tile.
+both. Reads each element once; writes 6 bytes (10 in float64) a lane and tile.
 """
 
 from __future__ import annotations
@@ -12,19 +12,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from coupled_kernels.rows import (
+    TILE_ADDRESS,
+    TILE_COL_SLOT,
+    TILE_COLS,
+    TILE_FIELDS,
+    TILE_ROW_SLOT,
+    TILE_ROW_STRIDE,
+    TILE_ROWS,
+)
+
 
 @triton.jit
-def load_tile(tile, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """Pointer, rows, columns and row stride of a tile, with the alignment its class guarantees."""
-    pointer = tl.load(tile).to(tl.pointer_type(DTYPE))
-    rows = tl.load(tile + 1)
-    cols = tl.load(tile + 2)
-    stride = tl.load(tile + 3)
+def load_tile(tiles, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """This program's row of `tiles` (int64, (programs, TILE_FIELDS)), and what it says of memory.
+
+    Returns the row, the pointer to the tile's first element, rows, columns and row stride (elements),
+    with the alignment that the tile's class guarantees.
+    """
+    tile = tiles + tl.program_id(0).to(tl.int64) * TILE_FIELDS
+    pointer = tl.load(tile + TILE_ADDRESS).to(tl.pointer_type(DTYPE))
+    rows = tl.load(tile + TILE_ROWS)
+    cols = tl.load(tile + TILE_COLS)
+    stride = tl.load(tile + TILE_ROW_STRIDE)
     if VECTOR > 1:
         pointer = tl.multiple_of(pointer, 16)
         cols = tl.multiple_of(cols, VECTOR)
         stride = tl.multiple_of(stride, VECTOR)
-    return pointer, rows, cols, stride
+    return tile, pointer, rows, cols, stride
 
 
 @triton.jit
@@ -32,7 +47,6 @@ def norms(
     tiles,
     partials,
     zeros,
-    FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -40,10 +54,10 @@ def norms(
     COLS: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0).to(tl.int64) * FIELDS
-    pointer, rows, cols, stride = load_tile(tile, DTYPE, VECTOR)
-    row_slot = tl.load(tile + 4)
-    col_slot = tl.load(tile + 5)
+    """`partials`, COMPUTE (slots,), and `zeros`, int16 (slots,), from `tiles`, int64 (programs, TILE_FIELDS)."""
+    tile, pointer, rows, cols, stride = load_tile(tiles, DTYPE, VECTOR)
+    row_slot = tl.load(tile + TILE_ROW_SLOT)
+    col_slot = tl.load(tile + TILE_COL_SLOT)
 
     row = tl.arange(0, STEP)
     col = tl.arange(0, COLS)
@@ -64,8 +78,8 @@ def norms(
             col_zeros += zero
             if row_slot >= 0:
                 tl.store(partials + row_slot + start + row, tl.sum(square, 1), mask=in_rows)
-                tl.store(zeros + row_slot + start + row, tl.sum(zero, 1), mask=in_rows)
+                tl.store(zeros + row_slot + start + row, tl.sum(zero, 1).to(tl.int16), mask=in_rows)
         col_sums += chain
     if col_slot >= 0:
         tl.store(partials + col_slot + col, tl.sum(col_sums, 0), mask=col < cols)
-        tl.store(zeros + col_slot + col, tl.sum(col_zeros, 0), mask=col < cols)
+        tl.store(zeros + col_slot + col, tl.sum(col_zeros, 0).to(tl.int16), mask=col < cols)

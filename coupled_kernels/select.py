@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from coupled_kernels.rows import SEGMENT_BASE, SEGMENT_CHANNELS, SEGMENT_FIELDS, SEGMENT_WIDE
+
 
 @triton.jit
 def load_keys(scores, at, mask, wide):
@@ -25,12 +27,16 @@ def load_keys(scores, at, mask, wide):
 
 
 @triton.jit
-def select(scores, segments, budgets, chosen, FIELDS: tl.constexpr, CHUNK: tl.constexpr):
+def select(scores, segments, budgets, chosen, CHUNK: tl.constexpr):
+    """`chosen`, int8 (channels of all clusters,), from `scores`, float64, of the same length.
+
+    One program a cluster reads its row of `segments`, int64 (clusters, SEGMENT_FIELDS), and its budget, int64.
+    """
     cluster = tl.program_id(0).to(tl.int64)
-    segment = segments + cluster * FIELDS
-    base = tl.load(segment)
-    channels = tl.load(segment + 1)
-    wide = tl.load(segment + 2)
+    segment = segments + cluster * SEGMENT_FIELDS
+    base = tl.load(segment + SEGMENT_BASE)
+    channels = tl.load(segment + SEGMENT_CHANNELS)
+    wide = tl.load(segment + SEGMENT_WIDE)
     remaining = tl.load(budgets + cluster)
     digits = tl.arange(0, 512)
 

@@ -6,6 +6,8 @@ kernels, run by Triton's interpreter: slow, for debugging and tests.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 # Tables on the device of the last few plans; they belong to addresses, not to tensors, and keep no weight alive.
 _CACHED = 4
 _steps: OrderedDict[tuple, GpuStep] = OrderedDict()
+_captured: list[GpuStep] = []  # a CUDA graph reads their tables whenever it is replayed
 
 
 def backend(device: torch.device) -> str:
@@ -54,12 +57,18 @@ def make_step(
     key = (tuple(pieces), tuple(fillers), tuple(segments), device, places, tuning.current())
     step = _steps.pop(key, None) or GpuStep(pieces, fillers, tensors, segments)
     _steps[key] = step
+    if device.type == "cuda":
+        step.used_on(torch.cuda.current_stream(device))
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(step)
     while len(_steps) > _CACHED:
         _steps.popitem(last=False)
     return step
 
 
 def _interpreting() -> bool:
+    if not (os.environ.get("TRITON_INTERPRET") or "triton" in sys.modules):
+        return False  # importing triton takes longer than pruning a small model
     try:
         from triton import knobs
     except ImportError:

@@ -1,12 +1,7 @@
 """Tiles: pieces cut up for the Triton kernels, as tables of int64 rows.
 
 In: `Piece`s, fillers (views that are only counted) and the tensors. Out: `Tables`. Of the tensors only
-shapes, dtypes and addresses are read, and nothing is launched. Kinds of rows:
-
-    tile   a rectangle of memory that one program reads (norms) and writes (mask)
-    lanes  a run of lanes of one piece, whose partial sums are added and which is accounted for
-    entry  lanes that belong to consecutive channels of a cluster
-    chunk  consecutive channels of a cluster, and the entries that add up to them
+shapes, dtypes and addresses are read, and nothing is launched.
 
 A *slot* is where a tile leaves the partial sum of one lane; a piece that is cut into `partials` tiles
 along its lanes has `partials * lanes` of them. Lane numbers run through all pieces, one after the
@@ -18,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -26,63 +21,9 @@ from torch import Tensor
 
 from coupled_kernels import tuning
 from coupled_kernels.pieces import Piece, Segment
+from coupled_kernels.rows import NONE, Chunk, Entry, LaneRun, SegmentRow, Tile
 from coupled_kernels.tuning import TileShape
 from coupled_kernels.views import View
-
-NONE = -1
-
-
-class Tile(NamedTuple):
-    """`row_slot` and `row_lane` belong to the tile's first row where rows are lanes, else NONE; so do columns."""
-
-    address: int
-    rows: int
-    cols: int
-    row_stride: int
-    row_slot: int
-    col_slot: int
-    row_lane: int
-    col_lane: int
-    tensor: int
-
-
-class LaneRun(NamedTuple):
-    """Lanes `start:stop` of a piece of `lanes` lanes; `tensor` is NONE where nothing is to be counted."""
-
-    slot: int
-    partials: int
-    lanes: int
-    start: int
-    stop: int
-    wide: int
-    lane: int
-    first: int
-    block: int
-    channels: int
-    base: int
-    tensor: int
-    size: int
-    counted: int
-
-
-class Entry(NamedTuple):
-    """Channel `c` has the lanes `lane + c * stride + (0 .. length - 1)`, as far as they lie in `low:high`."""
-
-    lane: int
-    stride: int
-    low: int
-    high: int
-    length: int
-
-
-class Chunk(NamedTuple):
-    """Channels `start:stop` of the cluster at `base`, which add up `entries` entries from `entry` on."""
-
-    base: int
-    start: int
-    stop: int
-    entry: int
-    entries: int
 
 
 @dataclass(frozen=True)
@@ -105,8 +46,10 @@ class Tables:
     lane_runs: list[LaneRun] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    segments: list[SegmentRow] = field(default_factory=list)
     slots: int = 0
     lanes: int = 0
+    longest: int = 0  # elements of a lane
 
 
 class _Placed(NamedTuple):
@@ -141,9 +84,14 @@ def build_tables(
 ) -> Tables:
     """Tables for one step; valid as long as the tensors stay where they are."""
     tables = Tables()
+    alone = {tensor for tensor, own in _by_tensor(pieces).items() if len({piece.member for piece in own}) == 1}
+    pieces = [_recut(piece) if piece.tensor in alone else piece for piece in pieces]
     first_lane: dict[Piece, int] = {}
+    filled = {piece.tensor for piece in fillers}
     for tensor, own in _by_tensor(pieces).items():
-        joint = _joint_sheet(own)
+        # Elements that only a filler counts, and that a piece writes, are known when all is written.
+        written_fillers = tensor in filled and not all(piece.counted for piece in own)
+        joint = None if written_fillers else _joint_sheet(own)
         sheets = [joint] if joint else [_sheet_of(piece) for piece in own]
         # Without a grid in common the places where masks cross are not known: count what is left.
         recount = not joint and len({piece.member for piece in own}) > 1
@@ -154,6 +102,8 @@ def build_tables(
     for piece in fillers:
         _add_recount(tables, piece, tensors[piece.tensor])
     for segment in segments:
+        wide = int(segment.dtype == torch.float64)
+        tables.segments.append(SegmentRow(segment.base, segment.channels, wide))
         _add_channels(tables, segment, [p for p in pieces if p.scored and p.base == segment.base], first_lane)
     return tables
 
@@ -163,6 +113,29 @@ def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
     for piece in pieces:
         by_tensor.setdefault(piece.tensor, []).append(piece)
     return by_tensor
+
+
+def _recut(piece: Piece) -> Piece:
+    """A few very long rows, one after the other in memory, as many rows of a length that fills tiles well.
+
+    A lane becomes several lanes of its channel: their sums are folded side by side instead of in one chain.
+    """
+    view, longest = piece.view, tuning.current().longest_row
+    if view.axis or view.cols <= longest or not (view.rows == 1 or view.row_stride == view.cols):
+        return piece
+    cols = next((cols for cols in range(longest, longest // 2, -1) if view.cols % cols == 0), view.cols)
+    parts = view.cols // cols
+    return replace(
+        piece,
+        view=replace(
+            view,
+            rows=view.rows * parts,
+            cols=cols,
+            row_stride=cols,
+            first=view.first * parts,
+            block=view.block * parts,
+        ),
+    )
 
 
 def _sheet_of(piece: Piece) -> _Sheet:
@@ -241,6 +214,7 @@ def _add_sheet(tables: Tables, sheet: _Sheet, tensor: Tensor, first_lane: dict[P
         _add_lane_runs(tables, p.piece, partials, tile_class, recount)
         tables.lanes += view.lanes
         tables.slots += view.lanes * partials
+        tables.longest = max(tables.longest, view.numel // view.lanes)
     for i, (top, bottom) in enumerate(rows):
         for j, (left, right) in enumerate(cols):
             over = {p.piece.view.axis: p for p in sheet.placed if p.covers(top, left)}
@@ -252,9 +226,8 @@ def _add_sheet(tables: Tables, sheet: _Sheet, tensor: Tensor, first_lane: dict[P
                 partial = (i if axis else j) - first_span[p.piece]
                 slots[axis] = first_slot[p.piece] + partial * p.piece.view.lanes + lane
                 lanes[axis] = first_lane[p.piece] + lane
-            address = tensor.data_ptr() + (sheet.offset + top * sheet.stride + left) * tensor.element_size()
             tile = Tile(
-                address=address,
+                address=_address(tensor, sheet, top, left),
                 rows=bottom - top,
                 cols=right - left,
                 row_stride=sheet.stride,
@@ -274,8 +247,12 @@ def _add_recount(tables: Tables, piece: Piece, tensor: Tensor) -> None:
     tiles = tables.recounted.setdefault(_class_of(tensor, sheet, rows, cols), [])
     for top, bottom in rows:
         for left, right in cols:
-            address = tensor.data_ptr() + (sheet.offset + top * sheet.stride + left) * tensor.element_size()
-            tiles.append(Tile(address, bottom - top, right - left, sheet.stride, NONE, NONE, NONE, NONE, piece.tensor))
+            address, size = _address(tensor, sheet, top, left), (bottom - top, right - left)
+            tiles.append(Tile(address, *size, sheet.stride, NONE, NONE, NONE, NONE, piece.tensor))
+
+
+def _address(tensor: Tensor, sheet: _Sheet, row: int, col: int) -> int:
+    return tensor.data_ptr() + (sheet.offset + row * sheet.stride + col) * tensor.element_size()
 
 
 def _add_lane_runs(tables: Tables, piece: Piece, partials: int, tile_class: TileClass, recount: bool) -> None:

@@ -23,7 +23,8 @@ import torch
 class TileShape:
     """A tile is `rows` x `cols` elements, walked `step` rows at a time by `warps` warps.
 
-    `step` and `cols` are powers of two, `rows` is a multiple of `step`.
+    `step` and `cols` are powers of two, `rows` is a multiple of `step`; neither `rows` nor `cols` exceeds
+    32767, since zeros of a lane in a tile are counted in int16.
     """
 
     rows: int
@@ -35,12 +36,15 @@ class TileShape:
 @dataclass(frozen=True)
 class Tuning:
     # Eight elements a thread and step: one or two 16-byte loads, about 70 registers, so that several
-    # programs share a multiprocessor and hide each other's reductions. A tile leaves 8 bytes of
-    # workspace a lane: 512 x 512 keeps that at 1.6 % of bfloat16 weights with lanes on both axes.
+    # programs share a multiprocessor and hide each other's reductions. A tile leaves 6 bytes of
+    # workspace a lane: 512 x 512 keeps that at 1.2 % of bfloat16 weights with lanes on both axes.
     wide: TileShape = TileShape(rows=512, cols=512, step=4, warps=8)
     # For matrices of fewer than `wide_columns` columns, where a wide tile would be mostly empty.
     tall: TileShape = TileShape(rows=2048, cols=16, step=128, warps=8)
     wide_columns: int = 64
+    # Contiguous rows longer than this are cut into several lanes of the same channel: a single lane leaves
+    # a partial sum in each of its tiles, and these are added one after the other.
+    longest_row: int = 1 << 15
     # Steps that are added up before they join a column's total: the float32 chains of a tile are 8 and
     # 16 additions long instead of 128.
     chain: int = 8

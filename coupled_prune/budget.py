@@ -12,7 +12,7 @@ def budget(min_sparsity: float, channels: int, keep_multiple_of: int | None = No
     100) does not gain a channel from its binary form. `keep_multiple_of` then rounds the kept
     channels up to a multiple, as far as there are channels.
     """
-    product = min_sparsity * channels
+    product = float(min_sparsity) * channels
     nearest = round(product)
     zeroed = nearest if abs(product - nearest) <= 1e-6 else math.ceil(product)
     if keep_multiple_of:

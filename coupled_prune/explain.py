@@ -13,7 +13,7 @@ from coupled_prune.result import table
 from coupled_prune.validate import label
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Explanation:
     """What a call would do; prints as a table with one row a member."""
 

@@ -73,6 +73,6 @@ class Member:
     def __repr__(self) -> str:
         shown = [str(self.name or tuple(self.parameter.shape)), str(self.grouper)]
         shown += [f"{key}={value!r}" for key, value in self.arguments.items()]
-        shown += [f"narrow={tuple(self.range)}"] if self.range else []
+        shown += [f"{key}={value!r}" for key in ("rows", "narrow") if (value := getattr(self, key)) is not None]
         shown += [] if self.scored else ["scored=False"]
         return f"Member({', '.join(shown)})"

@@ -29,7 +29,7 @@ FLAT_CHANNELS = 1 << 16
 FLAT_ELEMENTS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemberPlan:
     """One member: index of its parameter, and how it is worked on.
 
@@ -45,7 +45,7 @@ class MemberPlan:
     flat: FlatPiece | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ClusterPlan:
     """One cluster: its channels, its members, and its place in the score vector (None on the flat path).
 
@@ -64,12 +64,13 @@ class ClusterPlan:
         return [m.flat for m in self.members if m.flat]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """One step over all clusters.
 
     `fillers` only count elements that no member covers. Parameters in `counted_afterwards` have their
-    zeros counted when all is written: a member on the reference path, or gaps that are no views.
+    zeros counted when all is written: a member on the reference path, flat and other members on one
+    parameter, or gaps that are no views.
     """
 
     parameters: tuple[Tensor, ...]
@@ -191,7 +192,7 @@ def _with_counting(plan: Plan) -> Plan:
     for member in plan.members:
         memberships.setdefault(member.parameter, []).append(member)
     for parameter, members in memberships.items():
-        if any(m.path == "reference" for m in members):
+        if any(m.path == "reference" for m in members) or (len(members) > 1 and any(m.flat for m in members)):
             afterwards.add(parameter)
             continue
         whole = next((m for m in members if m.member.range is None), None)

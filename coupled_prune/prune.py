@@ -84,7 +84,7 @@ def _mask_of(cluster_plan: ClusterPlan, masks: Mapping[str, Sequence[int]]) -> T
     if key not in masks:
         raise ValueError(f"cluster {key!r} has no entry in masks; an empty list leaves it as it is")
     mask = torch.zeros(channels, dtype=torch.bool, device="cpu")
-    if not isinstance(masks[key], Iterable):
+    if not isinstance(masks[key], Sequence) or isinstance(masks[key], str):
         raise TypeError(f"cluster {key!r}: a mask is a list of channel ids, got {masks[key]!r}")
     for channel in masks[key]:
         if type(channel) is not int:
@@ -101,7 +101,9 @@ class _Projection:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.device = plan.parameters[0].device if plan.parameters else torch.device("cpu")
-        self.step = make_step(plan.pieces, plan.fillers, plan.parameters, plan.segments) if plan.pieces else None
+        # What is only counted needs a step as well.
+        work = plan.pieces or plan.fillers
+        self.step = make_step(plan.pieces, plan.fillers, plan.parameters, plan.segments) if work else None
         self.zeros = torch.zeros(len(plan.parameters), dtype=torch.int64, device=self.device)
         self.flat_scores: dict[str, Tensor] = {}
         self.flat_chosen: dict[str, Tensor] = {}

@@ -27,7 +27,8 @@ def square_sums(tensor: Tensor, grouper: str, arguments: Mapping[str, Any]) -> T
     matrix = by_channel(tensor.detach().double(), grouper, arguments)
     if grouper == "KElementGrouper":
         matrix = matrix * (_positions(tensor, grouper, arguments) != PADDING)
-    return matrix.square().sum(1)
+    # Rows of one contiguous matrix are summed alike; in other layouts the order may depend on the row.
+    return matrix.square().contiguous().sum(1)
 
 
 def lowest(scores: Tensor, k: int) -> Tensor:

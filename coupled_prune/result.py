@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ClusterResult:
     """One cluster after a projection.
 
@@ -62,7 +62,7 @@ class ClusterResult:
         return [] if scores is None else (~scores.isfinite()).nonzero().squeeze(1).tolist()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParameterResult:
     """One parameter after a projection: its literal zeros, whoever made them, of its elements."""
 

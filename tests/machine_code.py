@@ -22,7 +22,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from coupled_kernels import account, fold, mask, norms, select, tuning
-from coupled_kernels.tiles import Chunk, Entry, LaneRun, Tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -47,7 +46,6 @@ def tile_kernels(sizes):
             continue
         shape = getattr(sizes, kind)
         common = {
-            "FIELDS": len(Tile._fields),
             "DTYPE": dtype,
             "VECTOR": 16 // size if aligned else 1,
             "STEP": shape.step,
@@ -58,7 +56,7 @@ def tile_kernels(sizes):
         chain = {"CHAIN": sizes.chain}
         yield (
             norms.norms,
-            {"tiles": "*i64", "partials": WIDE[compute], "zeros": "*i32"},
+            {"tiles": "*i64", "partials": WIDE[compute], "zeros": "*i16"},
             computing | chain,
             shape.warps,
             facts,
@@ -70,18 +68,15 @@ def tile_kernels(sizes):
 
 
 def shared_kernels(sizes):
-    lanes = {"partials": "*fp32", "wide_partials": "*fp64", "zeros": "*i32", "lane_sums": "*fp64", "lane_zeros": "*i64"}
-    fields = {"FIELDS": len(LaneRun._fields)}
-    constants = fields | {"DEPTH": sizes.fold_depth, "LANES": sizes.fold_lanes}
-    yield fold.fold_lanes, {"runs": "*i64", **lanes}, constants, 4, {}
-    constants = {"CHUNK_FIELDS": len(Chunk._fields), "ENTRY_FIELDS": len(Entry._fields)}
-    constants |= {"ENTRIES": sizes.fold_entries, "CHANNELS": sizes.fold_channels}
+    lanes = {"partials": "*fp32", "wide_partials": "*fp64", "zeros": "*i16", "lane_sums": "*fp64", "lane_zeros": "*i32"}
+    yield fold.fold_lanes, {"runs": "*i64", **lanes}, {"DEPTH": sizes.fold_depth, "LANES": sizes.fold_lanes}, 4, {}
+    constants = {"ENTRIES": sizes.fold_entries, "CHANNELS": sizes.fold_channels}
     signature = {"chunks": "*i64", "entries": "*i64", "lane_sums": "*fp64", "scores": "*fp64"}
     yield fold.fold_channels, signature, constants, 4, {}
     signature = {"scores": "*fp64", "segments": "*i64", "budgets": "*i64", "chosen": "*i8"}
-    yield select.select, signature, {"FIELDS": 3, "CHUNK": sizes.select_chunk}, 4, {}
-    signature = {"runs": "*i64", "chosen": "*i8", "lane_zeros": "*i64", "chosen_lanes": "*i8", "zeros": "*i64"}
-    yield account.account, signature, fields | {"LANES": sizes.fold_lanes}, 4, {}
+    yield select.select, signature, {"CHUNK": sizes.select_chunk}, 4, {}
+    signature = {"runs": "*i64", "chosen": "*i8", "lane_zeros": "*i32", "chosen_lanes": "*i8", "zeros": "*i64"}
+    yield account.account, signature, {"LANES": sizes.fold_lanes}, 4, {}
 
 
 def compiled(kernel, signature, constants, warps, target):
