@@ -43,80 +43,86 @@ def layout_of(grouper: str, shape: Sequence[int], arguments: Mapping[str, Any]) 
     """
     if grouper not in GROUPERS:
         raise ValueError(f"unknown grouper {grouper!r}; known are {', '.join(GROUPERS)}")
-    names = _argument_names(grouper)
+    parameters = _parameters(grouper)
+    listed = ", ".join(parameters) or "none"
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in arguments:
+            raise TypeError(f"{grouper} needs the argument {key!r}; its arguments are {listed}")
     for key, value in arguments.items():
-        if key not in names:
-            raise TypeError(f"{grouper} takes no argument {key!r}; its arguments are {', '.join(names) or 'none'}")
+        if key not in parameters:
+            raise TypeError(f"{grouper} takes no argument {key!r}; its arguments are {listed}")
         if value is not None and type(value) is not int:
             raise TypeError(f"{grouper}: {key} must be an integer, got {value!r}")
     return _layout(grouper, tuple(shape), tuple(arguments.items()))
 
 
 @functools.cache
-def _argument_names(grouper: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(GROUPERS[grouper]).parameters)[1:]
+def _parameters(grouper: str) -> dict[str, inspect.Parameter]:
+    """Its keyword arguments, which come after the shape."""
+    _, *parameters = inspect.signature(GROUPERS[grouper]).parameters.items()
+    return dict(parameters)
 
 
 @functools.lru_cache(maxsize=4096)
 def _layout(grouper: str, shape: Shape, arguments: tuple[tuple[str, int | None], ...]) -> Layout:
     try:
-        inspect.signature(GROUPERS[grouper]).bind(shape, **dict(arguments))
-    except TypeError as error:  # one is missing
-        raise TypeError(f"{grouper}: {error}; its arguments are {', '.join(_argument_names(grouper))}") from None
-    return GROUPERS[grouper](shape, **dict(arguments))
+        return GROUPERS[grouper](shape, **dict(arguments))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{grouper}: {error}") from None
 
 
-def _dims(shape: Shape, dim: int, start_dim: int, end_dim: int, name: str) -> Layout:
-    groups = _flattened(shape, start_dim, end_dim, name)
+def _dims(shape: Shape, dim: int, start_dim: int, end_dim: int) -> Layout:
+    groups = _flattened(shape, start_dim, end_dim)
     if dim >= len(groups):
-        raise ValueError(f"{name} needs {dim + 1} dimensions, got shape {shape}")
+        raise ValueError(f"needs {dim + 1} dimensions, got shape {shape}")
     axes = groups[dim]
     return _row_major(shape, axes, block=math.prod(shape[axes[-1] + 1 :]), channels=math.prod(shape[d] for d in axes))
 
 
 def _dim0(shape: Shape, start_dim: int = 1, end_dim: int = -1) -> Layout:
-    return _dims(shape, 0, start_dim, end_dim, "Dim0Grouper")
+    return _dims(shape, 0, start_dim, end_dim)
 
 
 def _dim1(shape: Shape, start_dim: int = 1, end_dim: int = -1) -> Layout:
-    return _dims(shape, 1, start_dim, end_dim, "Dim1Grouper")
+    return _dims(shape, 1, start_dim, end_dim)
 
 
-def _heads(shape: Shape, dim: int, num_heads: int | None, head_dim: int | None, name: str) -> Layout:
+def _heads(shape: Shape, dim: int, num_heads: int | None, head_dim: int | None) -> Layout:
     if (num_heads is None) == (head_dim is None):
         got = "neither" if num_heads is None else f"{num_heads=} and {head_dim=}"
-        raise TypeError(f"{name} takes num_heads or head_dim, exactly one; got {got}")
+        raise TypeError(f"takes num_heads or head_dim, exactly one; got {got}")
     if len(shape) <= dim:
-        raise ValueError(f"{name} needs {dim + 1} dimensions, got shape {shape}")
+        raise ValueError(f"needs {dim + 1} dimensions, got shape {shape}")
     if dim == 1 and len(shape) != 2:
-        raise ValueError(f"{name} needs a matrix, got shape {shape}; AxisGrouper takes any rank")
+        raise ValueError(f"needs a matrix, got shape {shape}; AxisGrouper takes any rank")
     what, value = ("num_heads", num_heads) if head_dim is None else ("head_dim", head_dim)
-    value = _positive(value, what, name)
+    value = _positive(value, what)
     if shape[dim] % value:
-        raise ValueError(f"{name}: dimension {dim} of size {shape[dim]} is not divisible by {what}={value}")
-    head_dim = shape[dim] // value if head_dim is None else value
-    return replace(_axis(shape, dim, block=head_dim), axes=frozenset((dim,)))
+        raise ValueError(f"dimension {dim} of size {shape[dim]} is not divisible by {what}={value}")
+    # Of an empty dimension, heads have no size; one keeps their number at none.
+    head_dim = max(shape[dim] // value, 1) if head_dim is None else value
+    return _axis(shape, dim, block=head_dim)
 
 
 def _heads0(shape: Shape, num_heads: int | None = None, head_dim: int | None = None) -> Layout:
-    return _heads(shape, 0, num_heads, head_dim, "AttentionHeadGrouperDim0")
+    return _heads(shape, 0, num_heads, head_dim)
 
 
 def _heads1(shape: Shape, num_heads: int | None = None, head_dim: int | None = None) -> Layout:
-    return _heads(shape, 1, num_heads, head_dim, "AttentionHeadGrouperDim1")
+    return _heads(shape, 1, num_heads, head_dim)
 
 
 def _conv_filter(shape: Shape) -> Layout:
     if len(shape) not in (3, 4):
-        raise ValueError(f"ConvFilterGrouper needs 3 or 4 dimensions, got shape {shape}")
+        raise ValueError(f"needs 3 or 4 dimensions, got shape {shape}")
     return _row_major(shape, (0, 1), block=math.prod(shape[2:]), channels=shape[0] * shape[1])
 
 
 def _k_element(shape: Shape, k: int, start_dim: int = 1, end_dim: int = -1) -> Layout:
-    k = _positive(k, "k", "KElementGrouper")
-    groups = _flattened(shape, start_dim, end_dim, "KElementGrouper") if len(shape) > 1 else [(), (0,)]
+    k = _positive(k, "k")
+    groups = _flattened(shape, start_dim, end_dim) if len(shape) > 1 else [(), (0,)]
     if len(groups) != 2:
-        raise ValueError(f"KElementGrouper needs a matrix after flattening, got shape {shape} as {len(groups)} groups")
+        raise ValueError(f"needs a matrix after flattening, got shape {shape} as {len(groups)} groups")
     rows, cols = (math.prod(shape[d] for d in group) for group in groups)
     chunks = -(-cols // k)
     # The last chunk of a row may be short; positions are those of rows padded to whole chunks.
@@ -134,12 +140,10 @@ def _layer(shape: Shape) -> Layout:
 
 
 def _axis(shape: Shape, axis: int, block: int = 1, tiles: int = 1) -> Layout:
-    axis = dimension(axis, shape, "AxisGrouper: axis")
-    block, tiles = _positive(block, "block", "AxisGrouper"), _positive(tiles, "tiles", "AxisGrouper")
+    axis = dimension(axis, shape, "axis")
+    block, tiles = _positive(block, "block"), _positive(tiles, "tiles")
     if shape[axis] % (block * tiles):
-        raise ValueError(
-            f"AxisGrouper: dimension {axis} of size {shape[axis]} is not divisible by block * tiles = {block * tiles}"
-        )
+        raise ValueError(f"dimension {axis} of size {shape[axis]} is not divisible by block * tiles = {block * tiles}")
     after = math.prod(shape[axis + 1 :])
     return _row_major(shape, (axis,), block=block * after, channels=shape[axis] // (block * tiles))
 
@@ -168,23 +172,23 @@ def dimension(value: Any, shape: Sequence[int], what: str) -> int:
     return value % len(shape)
 
 
-def _positive(value: Any, what: str, name: str) -> int:
+def _positive(value: Any, what: str) -> int:
     if not isinstance(value, int):
-        raise TypeError(f"{name}: {what} must be an integer, got {value!r}")
+        raise TypeError(f"{what} must be an integer, got {value!r}")
     if value < 1:
-        raise ValueError(f"{name}: {what} must be at least 1, got {value}")
+        raise ValueError(f"{what} must be at least 1, got {value}")
     return value
 
 
-def _flattened(shape: Shape, start_dim: int, end_dim: int, name: str) -> list[tuple[int, ...]]:
+def _flattened(shape: Shape, start_dim: int, end_dim: int) -> list[tuple[int, ...]]:
     """Dimensions of `shape` after flattening, each as the original ones it is made of."""
     if not shape:
-        raise ValueError(f"{name} needs at least one dimension, got a scalar")
+        raise ValueError("needs at least one dimension, got a scalar")
     if len(shape) <= 2:  # as in TorchAO, where a matrix is taken as it is
         return [(d,) for d in range(len(shape))]
-    start, end = dimension(start_dim, shape, f"{name}: start_dim"), dimension(end_dim, shape, f"{name}: end_dim")
+    start, end = dimension(start_dim, shape, "start_dim"), dimension(end_dim, shape, "end_dim")
     if start > end:
-        raise ValueError(f"{name}: start_dim {start_dim} comes after end_dim {end_dim} in shape {shape}")
+        raise ValueError(f"start_dim {start_dim} comes after end_dim {end_dim} in shape {shape}")
     before = [(d,) for d in range(start)]
     return [*before, tuple(range(start, end + 1)), *((d,) for d in range(end + 1, len(shape)))]
 

@@ -6,12 +6,15 @@ parameter and the value, and says what would be right.
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -27,11 +30,11 @@ SCORE_TYPES = ("l2", "rms", "param_cost")
 
 def check_clusters(clusters: Sequence[Cluster]) -> None:
     """Check each cluster, and that together they claim no element twice along one axis."""
-    keys = [cluster.key for cluster in clusters]
     for cluster in clusters:
-        check_cluster(cluster)
-        if keys.count(cluster.key) > 1:
-            raise ValueError(f"cluster {cluster.key!r}: the key is used {keys.count(cluster.key)} times in one call")
+        _check_alone(cluster)
+    for key, times in Counter(cluster.key for cluster in clusters).items():
+        if times > 1:
+            raise ValueError(f"cluster {key!r}: the key is used {times} times in one call")
     _check_one_device([(cluster, member) for cluster in clusters for member in cluster.members])
     _check_claims(clusters)
 
@@ -41,6 +44,10 @@ def check_cluster(cluster: Cluster) -> None:
 
     Raises `TypeError` for values of a wrong type and `ValueError` for everything else.
     """
+    check_clusters([cluster])
+
+
+def _check_alone(cluster: Cluster) -> None:
     where = f"cluster {cluster.key!r}"
     if not isinstance(cluster.key, str):
         raise TypeError(f"{where}: the key must be a string")
@@ -63,8 +70,6 @@ def check_cluster(cluster: Cluster) -> None:
     if not any(member.scored for member in cluster.members):
         raise ValueError(f"{where}: every member has scored=False, so nothing votes; at least one must be scored")
     _check_channels(cluster, where)
-    _check_one_device([(cluster, member) for member in cluster.members])
-    _check_claims([cluster])
 
 
 def label(member: Member, index: int) -> str:
@@ -100,6 +105,12 @@ def _check_tensor(tensor: Any) -> None:
         raise ValueError("a DeepSpeed ZeRO-3 placeholder holds no weights; this layout is not supported")
     if is_traceable_wrapper_subclass(tensor):
         raise TypeError(f"{type(tensor).__name__} is a wrapper around other tensors; pass plain (local) tensors")
+    if tensor.is_nested:
+        raise ValueError("a nested tensor has rows of different lengths; expected a dense (strided) tensor")
+    if isinstance(tensor, FakeTensor):
+        raise ValueError("a fake tensor has no data; prune the real model, outside of FakeTensorMode")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ValueError("a tensor inside a torch.func transform has no memory of its own; prune outside of it")
     if tensor.dim() == 0:
         raise ValueError("a scalar has no channels; expected at least one dimension")
     if tensor.layout != torch.strided:
@@ -108,6 +119,8 @@ def _check_tensor(tensor: Any) -> None:
         raise ValueError("a meta tensor has no data; materialize the model first")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"dtype {tensor.dtype} is not supported; expected one of {', '.join(map(str, DTYPES))}")
+    if tensor._is_zerotensor():
+        raise ValueError("a zero tensor (an undefined gradient) has no memory; pass a tensor of numbers")
     if tensor.is_neg():
         raise ValueError("its negative bit is set (a lazily negated view): its memory is not its values; pass a copy")
     if _span(tensor)[1] - tensor.untyped_storage().data_ptr() > tensor.untyped_storage().nbytes():
@@ -186,20 +199,32 @@ def _check_claims(clusters: Sequence[Cluster]) -> None:
     claims: dict[int, list[_Claim]] = {}
     for cluster in clusters:
         for member in cluster.members:
-            claim = _claim(cluster, member)
-            same_parameter = claims.setdefault(id(member.parameter), [])
-            for other in same_parameter:
-                if claim.clashes(other):
-                    raise ValueError(
-                        f"{claim} claims elements that {other} already claims along the same axis. Tied weights "
-                        f"(one parameter under two names) are one member; ranges of one parameter must not overlap"
-                    )
-            same_parameter.append(claim)
+            claims.setdefault(id(member.parameter), []).append(_claim(cluster, member))
+    for same_parameter in claims.values():
+        for first, second in _clashes(same_parameter):
+            raise ValueError(
+                f"{second} claims elements that {first} already claims along the same axis. Tied weights "
+                f"(one parameter under two names) are one member; ranges of one parameter must not overlap"
+            )
     for first, second in _sharing_memory([same_parameter[0] for same_parameter in claims.values()]):
         raise ValueError(
             f"{second} shares memory with {first}, but they are different tensor objects (tied weights, or two views "
             f"of one tensor); pass one parameter object for both, with rows= or narrow= for ranges of it"
         )
+
+
+def _clashes(claims: Sequence[_Claim]) -> Iterator[tuple[_Claim, _Claim]]:
+    """Pairs of claims on one parameter that clash, each in the order in which they were made."""
+    # A sweep along the dimension that most of them are ranges of: thousands of ranges stay quick.
+    extents = [len({claim.box[dim] for claim in claims}) for dim in range(len(claims[0].box))]
+    dim = extents.index(max(extents))
+    open_claims: list[int] = []
+    for i in sorted(range(len(claims)), key=lambda i: claims[i].box[dim]):
+        open_claims = [j for j in open_claims if claims[j].box[dim][1] > claims[i].box[dim][0]]
+        for j in open_claims:
+            if claims[i].clashes(claims[j]):
+                yield claims[min(i, j)], claims[max(i, j)]
+        open_claims.append(i)
 
 
 def _claim(cluster: Cluster, member: Member) -> _Claim:
@@ -212,13 +237,42 @@ def _claim(cluster: Cluster, member: Member) -> _Claim:
 
 
 def _sharing_memory(claims: Sequence[_Claim]) -> Iterator[tuple[_Claim, _Claim]]:
-    spans = sorted(((_span(claim.member.parameter), claim) for claim in claims), key=lambda pair: pair[0])
-    for i, ((_, stop), claim) in enumerate(spans):
-        for (start, _), other in spans[i + 1 :]:
-            if start >= stop:
-                break
-            if _share_elements(claim.member.parameter, other.member.parameter):
-                yield claim, other
+    """Pairs of different tensor objects that have a byte in common, each in the order of memory."""
+    together: list[_Claim] = []  # claims whose spans of memory overlap, one after the other
+    reach = 0
+    for claim in sorted(claims, key=lambda claim: _span(claim.member.parameter)):
+        start, stop = _span(claim.member.parameter)
+        if start >= reach:
+            yield from _sharing_bytes(together)
+            together = []
+        together.append(claim)
+        reach = max(reach, stop)
+    yield from _sharing_bytes(together)
+
+
+def _sharing_bytes(claims: Sequence[_Claim]) -> Iterator[tuple[_Claim, _Claim]]:
+    """Such pairs among claims whose spans overlap; interleaved slices of one tensor have no byte in common."""
+    if len(claims) < 2:
+        return
+    tensors = [claim.member.parameter for claim in claims]
+    start, stop = _span(tensors[0])[0], max(_span(tensor)[1] for tensor in tensors)
+    # What sizes and places of all elements are multiples of: as a rule, one element.
+    unit = math.gcd(*(tensor.element_size() for tensor in tensors), *(tensor.data_ptr() - start for tensor in tensors))
+    taken = torch.zeros((stop - start) // unit, dtype=torch.bool, device="cpu")
+
+    def place(tensor: Tensor) -> Tensor:
+        width = tensor.element_size() // unit
+        strides = [stride * width for stride in tensor.stride()]
+        return taken.as_strided((*tensor.shape, width), (*strides, 1), (tensor.data_ptr() - start) // unit)
+
+    for i, tensor in enumerate(tensors):
+        if place(tensor).any():
+            for first, other in zip(claims[:i], tensors[:i], strict=True):
+                taken.zero_()
+                place(other).fill_(True)
+                if place(tensor).any():
+                    yield first, claims[i]
+        place(tensor).fill_(True)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -227,17 +281,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), tensor.data_ptr()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
-
-
-def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose spans overlap have an element in common (interleaved slices do not)."""
-    size = a.element_size()
-    start, stop = min(_span(a)[0], _span(b)[0]), max(_span(a)[1], _span(b)[1])
-    if b.element_size() != size or (a.data_ptr() - b.data_ptr()) % size:
-        return True
-    marks = torch.zeros((stop - start) // size, dtype=torch.bool, device="cpu")
-    marks.as_strided(a.shape, a.stride(), (a.data_ptr() - start) // size).fill_(True)
-    return bool(marks.as_strided(b.shape, b.stride(), (b.data_ptr() - start) // size).any())
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -418,7 +418,7 @@ CALLS = {
     "masks: negative": (lambda c: apply_masks_(c, {"a": [0], "b": [-1]}), ValueError, ["cluster 'b'", "-1"]),
     "masks: bool": (lambda c: apply_masks_(c, {"a": [0], "b": [True]}), TypeError, ["cluster 'b'", "True"]),
     "masks: float": (lambda c: apply_masks_(c, {"a": [0], "b": [1.0]}), TypeError, ["cluster 'b'", "1.0"]),
-    "masks: str": (lambda c: apply_masks_(c, {"a": [0], "b": "12"}), TypeError, ["cluster 'b'", "'1'"]),
+    "masks: str": (lambda c: apply_masks_(c, {"a": [0], "b": "12"}), TypeError, ["cluster 'b'", "'12'"]),
     "masks: not a list": (lambda c: apply_masks_(c, {"a": [0], "b": 3}), TypeError, ["cluster 'b'", "3"]),
     "masks: unknown keys of two types": (lambda c: apply_masks_(c, {1: [], "x": []}), ValueError, ["'x'"]),
     "masks: a list": (lambda c: apply_masks_(c, [[0], [1]]), TypeError, ["masks", "list"]),
