@@ -89,12 +89,12 @@ def build_tables(
     first_lane: dict[Piece, int] = {}
     filled = {piece.tensor for piece in fillers}
     for tensor, own in _by_tensor(pieces).items():
-        # Elements that only a filler counts, and that a piece writes, are known when all is written.
+        # Where a piece writes what a filler counts, or masks cross without a grid in common, the zeros are
+        # known only when all is written.
         written_fillers = tensor in filled and not all(piece.counted for piece in own)
         joint = None if written_fillers else _joint_sheet(own)
         sheets = [joint] if joint else [_sheet_of(piece) for piece in own]
-        # Without a grid in common the places where masks cross are not known: count what is left.
-        recount = not joint and len({piece.member for piece in own}) > 1
+        recount = written_fillers or (not joint and len({piece.member for piece in own}) > 1)
         for sheet in sheets:
             _add_sheet(tables, sheet, tensors[tensor], first_lane, recount)
         if recount:

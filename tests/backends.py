@@ -2,7 +2,8 @@
 
 "small tiles" and "tiles" run the Triton kernels in the interpreter. Small tiles cut even tiny tensors in
 several tiles, steps and chains, so that every boundary is met. "flat" sends clusters of any size
-through the path by ranges of channels, as far as their layouts allow it.
+through the path by ranges of channels, as far as their layouts allow it; "flat beside tiles" sends the
+others through the kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ SMALL = {
     "wide": TileShape(rows=4, cols=8, step=2, warps=1),
     "tall": TileShape(rows=8, cols=2, step=4, warps=1),
     "wide_columns": 4,
+    "longest_row": 6,
     "chain": 1,
     "fold_lanes": 4,
     "fold_depth": 2,
@@ -28,8 +30,9 @@ SMALL = {
     "fold_run": 2,
     "select_chunk": 4,
 }
-BACKENDS = ["cpu", "flat", "reference", "small tiles", "tiles"]
+TORCH = ["cpu", "flat", "reference"]
 KERNELS = ["small tiles", "tiles"]
+BACKENDS = [*TORCH, *KERNELS]
 
 
 @contextlib.contextmanager
@@ -38,10 +41,10 @@ def running(backend):
     if backend in ("cpu", "reference"):
         yield "reference" if backend == "reference" else "auto"
         return
-    if backend == "flat":
-        with pytest.MonkeyPatch.context() as patch:
+    if backend.startswith("flat"):
+        with pytest.MonkeyPatch.context() as patch, running(backend[5:].removeprefix("beside ") or "cpu") as path:
             patch.setattr(plan, "FLAT_CHANNELS", 0)
-            yield "auto"
+            yield path
         return
     pytest.importorskip("triton")
     if torch.cuda.is_available():

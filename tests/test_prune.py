@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coupled_prune import Cluster, Member, apply_masks_, prune_
+from coupled_prune import Cluster, Member, apply_masks_, explain, prune_
 from tests import oracle
-from tests.backends import BACKENDS, KERNELS, running
-from tests.tensors import DTYPES, Guarded, members, values_of
+from tests.backends import BACKENDS, KERNELS, TORCH, running
+from tests.tensors import DTYPES, LAYOUTS, Guarded, members, values_of
 
 TARGETS = [0.0, 0.07, 0.25, 0.3, 0.5, 0.55, 0.999, 1.0]
 
@@ -50,50 +50,82 @@ def clusters(draw, key="c"):
     return Cluster(key, [member for member, _ in drawn], target), [guarded for _, guarded in drawn]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(drawn=st.data())
-def test_one_cluster(backend, drawn):
-    cluster, guards = drawn.draw(clusters())
-    check([cluster], guards, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(drawn=st.data())
-def test_clusters_that_cross_in_shared_tensors(backend, drawn):
+@st.composite
+def crossing(draw):
     """Readers on columns, feed-forward channels on rows, head ranges: one tensor in several clusters."""
-    rows, cols, head_dim = (drawn.draw(st.integers(1, 6)) for _ in range(3))
-    layout = st.sampled_from(["contiguous", "misaligned", "transposed", "row-strided", "every second"])
-    dtype = drawn.draw(st.sampled_from(DTYPES))
+    rows, cols, head_dim = (draw(st.integers(1, 6)) for _ in range(3))
+    dtype = draw(st.sampled_from(DTYPES))
 
     def guarded(*shape):
-        numel = torch.Size(shape).numel()
-        return Guarded(shape, drawn.draw(layout), dtype, drawn.draw(values_of(numel)))
+        return Guarded(shape, draw(st.sampled_from(LAYOUTS)), dtype, draw(values_of(torch.Size(shape).numel())))
 
     up, square, packed = guarded(rows, cols), guarded(cols, cols), guarded(3 * rows * head_dim + 2, cols)
     scored = st.booleans()
-    targets = [drawn.draw(st.sampled_from(TARGETS)) for _ in range(3)]
+    targets = [draw(st.sampled_from(TARGETS)) for _ in range(3)]
     size = rows * head_dim
     residual = Cluster(
         "residual",
         [
             Member(up.tensor, "Dim1Grouper"),
             Member(square.tensor, "Dim0Grouper"),
-            Member(square.tensor, "Dim1Grouper", scored=drawn.draw(scored)),
-            Member(packed.tensor, "Dim1Grouper", scored=drawn.draw(scored)),
+            Member(square.tensor, "Dim1Grouper", scored=draw(scored)),
+            Member(packed.tensor, "Dim1Grouper", scored=draw(scored)),
         ],
         targets[0],
     )
     hidden = Cluster("hidden", [Member(up.tensor, "Dim0Grouper")], targets[1])
-    starts = drawn.draw(st.permutations([0, size, 2 * size]))[: drawn.draw(st.integers(1, 3))]
+    starts = draw(st.permutations([0, size, 2 * size]))[: draw(st.integers(1, 3))]
     heads = Cluster(
         "heads",
         [Member(packed.tensor, "AttentionHeadGrouperDim0", head_dim=head_dim, rows=(s, s + size)) for s in starts],
         targets[2],
     )
-    order = drawn.draw(st.permutations([residual, hidden, heads]))
-    check(order, [up, square, packed], backend)
+    return draw(st.permutations([residual, hidden, heads])), [up, square, packed]
+
+
+@st.composite
+def ranges_of_one_tensor(draw):
+    """Clusters on ranges along any dimensions of one tensor: they cross, and leave parts to nobody."""
+    shape = draw(st.lists(st.integers(2, 6), min_size=2, max_size=3))
+    values = draw(values_of(torch.Size(shape).numel()))
+    tensor = Guarded(shape, draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(DTYPES)), values)
+    axes = draw(st.permutations(range(len(shape))))
+    drawn = []
+    for i, axis in enumerate([*axes, *axes][: draw(st.integers(2, 4))]):
+        span = None
+        if draw(st.booleans()):
+            dim = draw(st.integers(0, len(shape) - 1))
+            start = draw(st.integers(0, shape[dim] - 1))
+            span = (dim, start, draw(st.integers(start + 1, shape[dim])))
+        member = Member(tensor.tensor, "AxisGrouper", axis=axis, narrow=span)
+        drawn.append(Cluster(f"c{i}", [member], draw(st.sampled_from(TARGETS))))
+        try:
+            explain(drawn)
+        except ValueError as error:
+            if "claims elements" not in str(error):
+                raise
+            drawn.pop()
+    return drawn, [tensor]
+
+
+INPUTS = {"one cluster": clusters().map(lambda drawn: ([drawn[0]], drawn[1])), "crossing": crossing()}
+INPUTS["ranges of one tensor"] = ranges_of_one_tensor()
+
+
+@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_masks_bits_and_counts(inputs, backend, data):
+    check(*data.draw(inputs), backend)
+
+
+@pytest.mark.parametrize("backend", [*KERNELS, "flat beside tiles"])
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_masks_bits_and_counts_of_kernels(inputs, backend, data):
+    check(*data.draw(inputs), backend)
 
 
 def model(dtype=torch.float32, seed=0, rows=300, channels=77, columns=1030):
@@ -212,6 +244,30 @@ def test_zeros_that_were_there_are_counted_once(backend, existing):
         assert result.zero_elts == int((weight == 0).sum())
     assert result["rows"].zero_channels == 16
     assert result["cols"].zero_channels == 15
+
+
+MEETINGS = {
+    "ranges of two dimensions": ((10, 10), [(1, (0, 0, 4)), (0, (1, 0, 5))]),
+    "a range and the whole": ((10, 10), [(1, (0, 3, 7)), (0, None)]),
+    "runs and two layouts": ((9, 4, 2), [(0, None), (1, None), (2, None)]),
+    "an empty range alone": ((6, 5), [(1, (0, 2, 2))]),
+    "an empty range and another": ((6, 5), [(1, (0, 2, 2)), (0, (1, 1, 3))]),
+}
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "flat beside tiles"])
+@pytest.mark.parametrize(("shape", "ranges"), MEETINGS.values(), ids=MEETINGS)
+def test_zeros_are_counted_once_where_members_meet(shape, ranges, backend):
+    """Some elements belong to several members, some to nobody, and some were zero before."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.8)
+    before = [weight.clone()]
+    clusters = [
+        Cluster(f"c{i}", [Member(weight, "AxisGrouper", axis=axis, narrow=span)], 0.6)
+        for i, (axis, span) in enumerate(ranges)
+    ]
+    with running(backend) as path:
+        oracle.check_weights(before, clusters, prune_(clusters, path))
 
 
 def test_masks_apply_to_another_copy_and_score_nothing():
