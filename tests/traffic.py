@@ -10,6 +10,12 @@ import numpy as np
 SECTOR = 32
 
 
+def sectors_of_zeros(tensor):
+    """Bytes of the 32-byte sectors in which the zeros of a contiguous tensor lie."""
+    places = tensor.flatten().eq(0).nonzero().squeeze(1).numpy() * tensor.element_size()
+    return np.unique((tensor.data_ptr() + places) // SECTOR).size * SECTOR
+
+
 class Traffic:
     """Bytes to and from the `tensors` given, and to and from all other memory (tables and workspace)."""
 
