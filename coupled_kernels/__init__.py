@@ -1,11 +1,13 @@
 """Kernels for coupled pruning on one device.
 
 Read in the order of the data flow: `views` (geometry), `pieces` (what a plan hands over), `step` (which
-path a device takes). The CPU path is `cpu`. The Triton path is `tiles` (tables), `norms`, `fold`,
-`select`, `account`, `mask` (one kernel file each) and `gpu` (their order). `flat` serves clusters with
-about as many channels as elements. Knows nothing of clusters, optimizers or torch.distributed.
+path a device takes). The CPU path is `cpu`, which selects with `lowest`. The Triton path is `rows` and
+`tiles` (tables), `norms`, `fold`, `select`, `account`, `mask` (one kernel file each), `launch` (which
+counts) and `gpu` (their order); `tuning` has its sizes. `flat` serves clusters with about as many
+channels as elements. Knows nothing of clusters, optimizers or torch.distributed.
 """
 
+from coupled_kernels import tuning
 from coupled_kernels.flat import measure_flat, write_flat
 from coupled_kernels.launch import launches
 from coupled_kernels.lowest import lowest
@@ -26,5 +28,6 @@ __all__ = [
     "make_step",
     "make_views",
     "measure_flat",
+    "tuning",
     "write_flat",
 ]

@@ -1,4 +1,4 @@
-"""Launches: the one door to the device, which counts what goes through."""
+"""Launches: the one door to the device. In: a kernel, its grid and arguments. Out: the launch, counted."""
 
 from __future__ import annotations
 

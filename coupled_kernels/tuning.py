@@ -1,4 +1,4 @@
-"""Tile sizes and warps of the Triton kernels: one table, with the reasons next to the numbers.
+"""Tile sizes and warps of the Triton kernels, and where the flat path begins: one table, with the reasons.
 
 The kernels write in place, so nothing here is found by autotuning, whose trial runs would apply the
 writes several times. To try other sizes:
@@ -57,6 +57,10 @@ class Tuning:
     fold_run: int = 16
     # Scores that a pass of the selection takes at once.
     select_chunk: int = 1024
+    # A cluster of contiguous runs with at least this many channels and fewer elements a channel is worked
+    # through in ranges of channels: float64 for all of them at once would take a fair share of the weights.
+    flat_channels: int = 1 << 16
+    flat_elements: int = 64
 
 
 # A wave of an AMD GPU has 64 lanes: half the waves are as many threads.

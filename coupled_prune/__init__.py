@@ -1,8 +1,9 @@
 """Coupled pruning: one channel mask for all tensors that share the channels.
 
 Read in the order of the data flow: `member` and `cluster` (what the caller says), `groupers` (channels of a
-shape), `validate`, `plan` (path of each member), `prune` (measure, select, write, account),
-`result`. `reference` is the plain path everything fast is checked against.
+shape), `validate`, `plan` (path of each member), `budget` (how many channels), `prune` (measure, select,
+write, account), `result`. `explain` shows the plan. `reference` is the plain path everything fast is
+checked against. `python -m coupled_prune` runs `demo`.
 """
 
 from coupled_prune.budget import budget

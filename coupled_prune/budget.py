@@ -1,4 +1,4 @@
-"""Budget: how many channels a target sparsity zeroes."""
+"""Budget: how many channels a target sparsity zeroes. In: a target and a number of channels. Out: a number."""
 
 from __future__ import annotations
 

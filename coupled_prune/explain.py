@@ -1,4 +1,7 @@
-"""Explain: which path each member takes, and why, without touching a weight."""
+"""Explain: which path each member takes, and why, without touching a weight.
+
+In: clusters. Out: their plan as a table.
+"""
 
 from __future__ import annotations
 

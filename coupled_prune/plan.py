@@ -9,24 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from coupled_kernels import ChannelMap, FlatPiece, NotAView, Piece, Segment, View, backend, make_views
+from coupled_kernels import ChannelMap, FlatPiece, NotAView, Piece, Segment, View, backend, make_views, tuning
 from coupled_prune.cluster import Cluster
 from coupled_prune.groupers import layout_of
 from coupled_prune.member import Member, Range
 from coupled_prune.validate import label
 
 Path = Literal["auto", "fast", "reference"]
-PATHS = ("auto", "fast", "reference")
-
-# A cluster of contiguous runs with at least this many channels and fewer elements a channel is worked
-# through in ranges of channels: float64 for all of them at once would take a fair share of the weights.
-FLAT_CHANNELS = 1 << 16
-FLAT_ELEMENTS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +92,8 @@ def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
     Raises `ValueError` for an unknown path, and on `path="fast"` for a member that needs the
     reference path.
     """
-    if path not in PATHS:
-        raise ValueError(f"unknown path {path!r}; known are {', '.join(PATHS)}")
+    if path not in get_args(Path):
+        raise ValueError(f"unknown path {path!r}; known are {', '.join(get_args(Path))}")
     if path != "reference":
         for cluster in clusters:
             backend(cluster.members[0].parameter.device)
@@ -131,7 +125,8 @@ def _plan_cluster(cluster: Cluster, base: int, count: int, index: dict[int, int]
     maps = [layout.channel_map for layout in layouts]
     segment = Segment(base, layouts[0].channels, dtype)
     elements = sum(layout.per_channel for layout in layouts)
-    many = segment.channels >= FLAT_CHANNELS and elements < FLAT_ELEMENTS
+    sizes = tuning.current()
+    many = segment.channels >= sizes.flat_channels and elements < sizes.flat_elements
     flat = path != "reference" and many and all(map(_is_flat, members, maps))
     planned = []
     for i, (member, channel_map) in enumerate(zip(members, maps, strict=True)):

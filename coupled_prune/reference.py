@@ -1,5 +1,7 @@
 """The reference path: dense, float64, one tensor at a time, written to be obviously right.
 
+In: a tensor, a grouper's name and its arguments. Out: sums of squares, a mask, zeroed channels, a count.
+
 It does without views: each grouper is the reshape its definition says. Everything fast is checked
 against it, and layouts that no view list can say are pruned by it.
 """

@@ -1,4 +1,7 @@
-"""Results: masks, scores and exact counts of one projection."""
+"""Results: masks, scores and exact counts of one projection.
+
+In: the tensors that a projection left on its device. Out: numbers, lists and tables, when they are read.
+"""
 
 from __future__ import annotations
 

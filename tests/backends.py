@@ -15,7 +15,6 @@ import torch
 
 from coupled_kernels import tuning
 from coupled_kernels.tuning import TileShape
-from coupled_prune import plan
 
 SMALL = {
     "wide": TileShape(rows=4, cols=8, step=2, warps=1),
@@ -42,8 +41,7 @@ def running(backend):
         yield "reference" if backend == "reference" else "auto"
         return
     if backend.startswith("flat"):
-        with pytest.MonkeyPatch.context() as patch, running(backend[5:].removeprefix("beside ") or "cpu") as path:
-            patch.setattr(plan, "FLAT_CHANNELS", 0)
+        with running(backend[5:].removeprefix("beside ") or "cpu") as path, tuning.override(flat_channels=0):
             yield path
         return
     pytest.importorskip("triton")

@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,6 +290,11 @@ def test_budget(target, channels, multiple, zeroed):
         assert prune_(cluster)["c"].ids == list(range(zeroed))
 
 
+def test_budget_of_a_short_float():
+    """float16 ends at 65504: the product must not be taken in it."""
+    assert budget(np.float16(0.5), 200_000) == 100_000
+
+
 @pytest.mark.parametrize("target", [k / 1000 for k in range(0, 1001, 7)])
 def test_decimal_targets_of_a_thousand_channels_are_exact(target):
     assert budget(target, 1000) == round(target * 1000) == oracle.exact_budget(target, 1000)
@@ -438,3 +444,18 @@ def test_the_default_device_does_not_disturb_validation(members):
     with torch.device("meta"):
         cluster = Cluster("c", members(weight), 0.5)
     assert prune_(cluster)["c"].zero_channels == cluster.members[0].parameter.size(0) // 2
+
+
+def test_results_compare_by_identity():
+    """They hold tensors, whose comparison has no truth value."""
+    weight = torch.ones(4, 4)
+    first, second = (prune_(Cluster("c", [Member(weight, "Dim0Grouper")], 0.5)) for _ in range(2))
+    assert first == first
+    assert first != second
+    assert first["c"] != second["c"]
+    assert first.parameters[0] != second.parameters[0]
+
+
+def test_a_member_shows_itself_whatever_it_was_given():
+    assert "rows=5" in repr(Member(torch.ones(4), "Dim0Grouper", rows=5))
+    assert "narrow=(1, 0, 2)" in repr(Member(torch.ones(4, 4), "Dim0Grouper", narrow=(1, 0, 2)))

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, prune
 
@@ -25,7 +28,9 @@ def weight(*shape, dtype=torch.float32):
 
 def state(tensor):
     """Bits and version of any tensor that has them."""
-    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.is_meta:
+    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    if tensor.is_nested or tensor._is_zerotensor():
         return None
     if tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
         return None
@@ -195,6 +200,18 @@ MEMBERS = {
     "DeepSpeed placeholder": (of(placeholder), ValueError, [NAMED, "DeepSpeed"]),
     "freed storage": (of(freed), ValueError, [NAMED, "storage"]),
     "negative bit": (of(lambda: torch._neg_view(weight(4, 4))), ValueError, [NAMED, "negative bit"]),
+    "zero tensor": (of(lambda: torch._efficientzerotensor((4, 4))), ValueError, [NAMED, "zero tensor"]),
+    "nested": (
+        of(lambda: torch.nested.nested_tensor([weight(2, 3), weight(1, 3)], layout=torch.jagged)),
+        TypeError,
+        [NAMED, "NestedTensor"],
+    ),
+    "nested, old layout": (
+        of(lambda: torch.nested.nested_tensor([weight(2, 3), weight(1, 3)])),
+        ValueError,
+        [NAMED, "nested"],
+    ),
+    "fake": (of(lambda: FakeTensorMode().from_tensor(weight(4, 4))), ValueError, [NAMED, "fake"]),
     "scalar": (of(lambda: torch.tensor(1.0)), ValueError, [NAMED, "scalar"]),
     "wrapper subclass": (of(two_tensor), TypeError, [NAMED, "TwoTensor"]),
     "rows and narrow": (of(lambda: weight(4, 4), rows=(0, 2), narrow=(0, 0, 2)), TypeError, [NAMED, "rows", "narrow"]),
@@ -242,7 +259,7 @@ def refused_in_a_call(bad, error, words):
         refused(lambda call=call: call(clusters), error, words, tensors_of(clusters))
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("make", "error", "words"), MEMBERS.values(), ids=MEMBERS)
 def test_invalid_members(make, error, words):
     members = make()
@@ -438,3 +455,49 @@ def test_no_cluster_at_all(call):
     result = call([])
     assert dict(result) == {}
     assert result.parameters == []
+
+
+def test_tensors_inside_a_transform_are_refused():
+    weights = weight(3, 4, 5)
+
+    def inside(x):
+        with pytest.raises(ValueError, match=r"'c', parameter 'w': .* torch.func"):
+            Cluster("c", [dim0(x, name="w")], 0.5)
+        return x.sum()
+
+    torch.vmap(inside)(weights)
+    torch.func.grad(inside)(weights)
+
+
+RANGES = st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 5), st.integers(0, 5))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(RANGES, min_size=1, max_size=6))
+def test_ranges_clash_where_they_share_elements_and_an_axis(ranges):
+    shared = weight(5, 5)
+    clusters, clash = [], False
+    taken = torch.zeros(2, 5, 5, dtype=torch.bool)
+    for i, (axis, dim, a, b) in enumerate(ranges):
+        start, stop = min(a, b), max(a, b)
+        if axis == dim and start == stop:
+            continue  # no channels
+        clusters.append(Cluster(f"c{i}", [Member(shared, "AxisGrouper", axis=axis, narrow=(dim, start, stop))], 0.5))
+        elements = taken[axis].narrow(dim, start, stop - start)
+        clash |= bool(elements.any())
+        elements.fill_(True)
+    if clash:
+        with pytest.raises(ValueError, match="claims elements"):
+            explain(clusters)
+    else:
+        explain(clusters)
+
+
+def test_slices_of_one_tensor_may_interleave_but_not_share_an_element():
+    packed = weight(6, 12)
+    slices = [packed[:, i::4] for i in range(4)]
+    prune_(Cluster("c", [dim0(x) for x in slices], 0.5))
+    with pytest.raises(ValueError, match=r"member 4 .* shares memory with .* member 1"):
+        Cluster("c", [dim0(x) for x in [*slices, packed[:, 9:]]], 0.5)
+    with pytest.raises(ValueError, match="shares memory with"):
+        Cluster("c", [dim0(packed), dim0(packed.view(torch.float64))], 0.5)
