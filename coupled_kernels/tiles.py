@@ -123,7 +123,8 @@ def _recut(piece: Piece) -> Piece:
     view, longest = piece.view, tuning.current().longest_row
     if view.axis or view.cols <= longest or not (view.rows == 1 or view.row_stride == view.cols):
         return piece
-    cols = next((cols for cols in range(longest, longest // 2, -1) if view.cols % cols == 0), view.cols)
+    step = 8 if view.cols % 8 == 0 else 1  # rows of a multiple of 16 bytes where they were before
+    cols = next((cols for cols in range(longest, longest // 2, -step) if view.cols % cols == 0), view.cols)
     parts = view.cols // cols
     return replace(
         piece,

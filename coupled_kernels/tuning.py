@@ -42,8 +42,8 @@ class Tuning:
     # For matrices of fewer than `wide_columns` columns, where a wide tile would be mostly empty.
     tall: TileShape = TileShape(rows=2048, cols=16, step=128, warps=8)
     wide_columns: int = 64
-    # Contiguous rows longer than this are cut into several lanes of the same channel: a single lane leaves
-    # a partial sum in each of its tiles, and these are added one after the other.
+    # Contiguous rows longer than this (a multiple of 8) are cut into several lanes of the same channel: a
+    # single lane leaves a partial sum in each of its tiles, and these are added one after the other.
     longest_row: int = 1 << 15
     # Steps that are added up before they join a column's total: the float32 chains of a tile are 8 and
     # 16 additions long instead of 128.

@@ -108,7 +108,6 @@ class _Projection:
         self.flat_scores: dict[str, Tensor] = {}
         self.flat_chosen: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def measure(self) -> None:
         """Sums of squares: `scores`, float64, of all segments; `flat_scores` of the other clusters."""
         plan = self.plan
@@ -128,7 +127,6 @@ class _Projection:
                     sums = reference.square_sums(m.member.tensor, m.member.grouper, m.member.arguments)
                     self.scores[cluster.segment.slice] += sums
 
-    @torch.no_grad()
     def select(self, budgets: Sequence[int], oracle: Callable[[Tensor, int], Tensor] | None) -> None:
         """Choose the lowest scores, `budgets` in the order of the clusters; with `oracle` where there is one."""
         self.untouched = {c.cluster.key for c, k in zip(self.plan.clusters, budgets, strict=True) if k == 0}
@@ -155,7 +153,6 @@ class _Projection:
                 self.flat_chosen[cluster.cluster.key] = mask.to(self.device)
         self.chosen = torch.cat(vector).to(self.device)
 
-    @torch.no_grad()
     def write(self) -> None:
         """Write all masks; `zeros` becomes the number of literal zeros of each parameter."""
         plan = self.plan

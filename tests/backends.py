@@ -20,7 +20,7 @@ SMALL = {
     "wide": TileShape(rows=4, cols=8, step=2, warps=1),
     "tall": TileShape(rows=8, cols=2, step=4, warps=1),
     "wide_columns": 4,
-    "longest_row": 6,
+    "longest_row": 8,
     "chain": 1,
     "fold_lanes": 4,
     "fold_depth": 2,
