@@ -123,7 +123,8 @@ def _in_threads(
     processes want the cores; these meet once, at the end.
     """
     torch_threads = torch.get_num_threads()
-    threads = min(torch_threads, MAX_THREADS, sum(part.numel() for _, part in work) // BLOCK)
+    # Over smaller parts threads would mostly wait for Python's lock.
+    threads = min(torch_threads, MAX_THREADS, sum(part.numel() >= BLOCK for _, part in work))
     if threads < 2:
         return list(itertools.starmap(function, work))
     try:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -107,7 +106,7 @@ def _check_tensor(tensor: Any) -> None:
         raise TypeError(f"{type(tensor).__name__} is a wrapper around other tensors; pass plain (local) tensors")
     if tensor.is_nested:
         raise ValueError("a nested tensor has rows of different lengths; expected a dense (strided) tensor")
-    if isinstance(tensor, FakeTensor):
+    if hasattr(tensor, "fake_mode"):
         raise ValueError("a fake tensor has no data; prune the real model, outside of FakeTensorMode")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ValueError("a tensor inside a torch.func transform has no memory of its own; prune outside of it")
