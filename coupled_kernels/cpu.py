@@ -2,7 +2,7 @@
 
 In: pieces and the tensors they point into. Out: scores (`measure`), chosen channels (`select`), and
 counts of zeros (`write`). A block is squared into a buffer that stays in cache; everything after that
-one read of the weights works on the buffer.
+one read of the weights works on the buffer. Large weights are shared out among threads.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ MAX_THREADS = 16
 # final rounding: at most 8 roundings, 4.8e-7, half of what the contract lets two channels differ by.
 CHAIN = 4
 FLOAT32_HALVINGS = 3
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -56,7 +60,7 @@ class CpuStep:
         pieces = [*self.pieces, *self.fillers]
         parts = [_parts(piece.view.of(self.tensors[piece.tensor]), piece.view.axis) for piece in pieces]
         work = [(piece, part) for piece, cut in zip(pieces, parts, strict=True) for part in cut]
-        measured = iter(_in_threads(_measure, work))
+        measured = iter(_in_threads(_measure, work, [part.numel() for _, part in work]))
         # Sums are added in the order of the parts, whichever thread made them.
         for piece, cut in zip(pieces, parts, strict=True):
             channels = piece.view.lane_channels().add_(piece.base) if piece.scored else None
@@ -78,17 +82,29 @@ class CpuStep:
 
     def write(self, chosen: Tensor, zeros_out: Tensor) -> None:
         """Set chosen channels (bool (channels,)) to +0.0; adds each tensor's literal zeros to `zeros_out`, int64."""
-        zeros = list(self.zeros)
+        by_tensor: dict[int, list[Piece]] = {}
         # Columns first: where masks cross, looking for zeros along whole rows afterwards is the cheaper way.
         for piece in sorted(self.pieces, key=lambda piece: -piece.view.axis):
+            by_tensor.setdefault(piece.tensor, []).append(piece)
+        sizes = [self.tensors[tensor].numel() for tensor in by_tensor]
+        newly_zero = _in_threads(lambda item: self._write(*item, chosen), list(by_tensor.items()), sizes)
+        zeros = list(self.zeros)
+        for tensor, new in zip(by_tensor, newly_zero, strict=True):
+            zeros[tensor] += new
+        zeros_out += torch.tensor(zeros, dtype=torch.int64, device="cpu")
+
+    def _write(self, tensor: int, pieces: Sequence[Piece], chosen: Tensor) -> int:
+        """Write all masks of one tensor; returns how many elements became zero."""
+        newly_zero = 0
+        for piece in pieces:
             lanes = chosen[piece.view.lane_channels().add_(piece.base)]
             index = lanes.nonzero().squeeze(1)
             if index.numel():
                 # Where a tensor holds no zero yet, all that is written becomes one: nothing to look at.
-                look = zeros[piece.tensor] > 0 or self.unknown[piece.tensor] > 0
-                newly_zero = _zero_columns if piece.view.axis else _zero_rows
-                zeros[piece.tensor] += newly_zero(piece.view.of(self.tensors[piece.tensor]), lanes, index, look)
-        zeros_out += torch.tensor(zeros, dtype=torch.int64, device="cpu")
+                look = self.zeros[tensor] + newly_zero > 0 or self.unknown[tensor] > 0
+                zero_lanes = _zero_columns if piece.view.axis else _zero_rows
+                newly_zero += zero_lanes(piece.view.of(self.tensors[tensor]), lanes, index, look)
+        return newly_zero
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:
@@ -114,28 +130,33 @@ def _parts(matrix: Tensor, axis: int) -> tuple[Tensor, ...]:
     return matrix.split(max(*DEPTH, PART // matrix.size(axis)), 1 - axis)
 
 
-def _in_threads(
-    function: Callable[[Piece, Tensor], tuple[Tensor, int]], work: Sequence[tuple[Piece, Tensor]]
-) -> list[tuple[Tensor, int]]:
+def _in_threads(function: Callable[[T], R], work: Sequence[T], sizes: Sequence[int]) -> list[R]:
     """`function` of each item, in order, on as many threads as torch would use and there is work for.
 
-    Torch's own threads wait for each other in every operator, which takes many times as long where other
-    processes want the cores; these meet once, at the end.
+    `sizes` says how many elements each item is about. Torch's own threads wait for each other in every
+    operator, which takes many times as long where other processes want the cores; these meet once.
     """
     torch_threads = torch.get_num_threads()
-    # Over smaller parts threads would mostly wait for Python's lock.
-    threads = min(torch_threads, MAX_THREADS, sum(part.numel() >= BLOCK for _, part in work))
+    # Over small items threads would mostly wait for Python's lock.
+    threads = min(torch_threads, MAX_THREADS, sum(size >= BLOCK for size in sizes))
     if threads < 2:
-        return list(itertools.starmap(function, work))
+        return list(map(function, work))
+    inference = torch.is_inference_mode_enabled()
+
+    def call(item: T) -> R:
+        with torch.inference_mode(inference):
+            return function(item)
+
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(function, *zip(*work, strict=True)))
+            return list(pool.map(call, work))
     finally:
         torch.set_num_threads(torch_threads)
 
 
-def _measure(piece: Piece, matrix: Tensor) -> tuple[Tensor, int]:
+def _measure(item: tuple[Piece, Tensor]) -> tuple[Tensor, int]:
     """Sums of squares of the lanes of one part of a piece (none where it does not vote), and its literal zeros."""
+    piece, matrix = item
     if piece.scored:
         return _square_sums(matrix, piece.view.axis, piece.dtype, piece.counted)
     zeros = matrix.numel() - int(torch.count_nonzero(matrix)) if piece.counted else 0

@@ -190,6 +190,27 @@ def test_long_sums_stay_within_the_agreement(shape, grouper):
     torch.testing.assert_close(result.scores.double().square(), exact, rtol=5e-7, atol=0)
 
 
+def test_threads_do_what_one_thread_does():
+    """Large weights are worked on by several threads, inside torch.inference_mode too; the setting stays as it was."""
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for inference, count in ((False, 1), (False, 3), (True, 3)):
+            torch.set_num_threads(count)
+            with torch.inference_mode(inference):
+                weights = model(rows=3000, channels=700, columns=4100)
+                weights += [weight.clone() for weight in weights]
+                clusters = [stream(weights[:3]), Cluster("twin", stream(weights[3:]).members, 0.6)]
+                clusters.append(Cluster("rows", [Member(weights[0], "Dim0Grouper")], 0.4))
+                result = prune_(clusters)
+                assert torch.get_num_threads() == count
+                assert result.zero_elts == sum(int((weight == 0).sum()) for weight in weights)
+                results.append((result.masks(), [result[key].scores.tolist() for key in result], result.zero_elts))
+    finally:
+        torch.set_num_threads(threads)
+    assert results[0] == results[1] == results[2]
+
+
 def test_half_precision_does_not_overflow():
     """4096 values of 30 have a square sum of 3.7e6, beyond float16; channel 1 is smaller and must go."""
     weight = torch.full((4096, 2), 30.0, dtype=torch.float16)
