@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Tables on the device of the last few plans; they belong to addresses, not to tensors, and keep no weight alive.
 _CACHED = 4
 _steps: OrderedDict[tuple, GpuStep] = OrderedDict()
-_captured: list[GpuStep] = []  # a CUDA graph reads their tables whenever it is replayed
+_captured: set[GpuStep] = set()  # a CUDA graph reads their tables whenever it is replayed
 
 
 def backend(device: torch.device) -> str:
@@ -60,7 +60,7 @@ def make_step(
     if device.type == "cuda":
         step.used_on(torch.cuda.current_stream(device))
         if torch.cuda.is_current_stream_capturing():
-            _captured.append(step)
+            _captured.add(step)
     while len(_steps) > _CACHED:
         _steps.popitem(last=False)
     return step
