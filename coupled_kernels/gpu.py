@@ -47,7 +47,8 @@ class GpuStep:
         self.device = tensors[0].device
         self.channels = sum(segment.channels for segment in segments)
         self.lanes, self.slots = tables.lanes, tables.slots
-        self.zeros_dtype = torch.int32 if tables.longest < 2**31 else torch.int64
+        longest = max((run.size for run in tables.lane_runs), default=0)
+        self.zeros_dtype = torch.int32 if longest < 2**31 else torch.int64
         self.row_tiles, self.other_tiles, self.all_tiles = {}, {}, {}
         for c in dict.fromkeys([*tables.row_tiles, *tables.other_tiles]):
             by_rows, others = tables.row_tiles.get(c, []), tables.other_tiles.get(c, [])

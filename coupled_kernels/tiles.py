@@ -49,7 +49,6 @@ class Tables:
     segments: list[SegmentRow] = field(default_factory=list)
     slots: int = 0
     lanes: int = 0
-    longest: int = 0  # elements of a lane
 
 
 class _Placed(NamedTuple):
@@ -215,7 +214,6 @@ def _add_sheet(tables: Tables, sheet: _Sheet, tensor: Tensor, first_lane: dict[P
         _add_lane_runs(tables, p.piece, partials, tile_class, recount)
         tables.lanes += view.lanes
         tables.slots += view.lanes * partials
-        tables.longest = max(tables.longest, view.numel // view.lanes)
     for i, (top, bottom) in enumerate(rows):
         for j, (left, right) in enumerate(cols):
             over = {p.piece.view.axis: p for p in sheet.placed if p.covers(top, left)}

@@ -44,12 +44,12 @@ def layout_of(grouper: str, shape: Sequence[int], arguments: Mapping[str, Any]) 
     if grouper not in GROUPERS:
         raise ValueError(f"unknown grouper {grouper!r}; known are {', '.join(GROUPERS)}")
     parameters = _parameters(grouper)
-    listed = ", ".join(parameters) or "none"
-    for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and key not in arguments:
-            raise TypeError(f"{grouper} needs the argument {key!r}; its arguments are {listed}")
+    for key, required in parameters.items():
+        if required and key not in arguments:
+            raise TypeError(f"{grouper} needs the argument {key!r}; its arguments are {', '.join(parameters)}")
     for key, value in arguments.items():
         if key not in parameters:
+            listed = ", ".join(parameters) or "none"
             raise TypeError(f"{grouper} takes no argument {key!r}; its arguments are {listed}")
         if value is not None and type(value) is not int:
             raise TypeError(f"{grouper}: {key} must be an integer, got {value!r}")
@@ -57,10 +57,10 @@ def layout_of(grouper: str, shape: Sequence[int], arguments: Mapping[str, Any]) 
 
 
 @functools.cache
-def _parameters(grouper: str) -> dict[str, inspect.Parameter]:
-    """Its keyword arguments, which come after the shape."""
+def _parameters(grouper: str) -> dict[str, bool]:
+    """Its keyword arguments, which come after the shape; True where one has to be given."""
     _, *parameters = inspect.signature(GROUPERS[grouper]).parameters.items()
-    return dict(parameters)
+    return {name: parameter.default is parameter.empty for name, parameter in parameters}
 
 
 @functools.lru_cache(maxsize=4096)

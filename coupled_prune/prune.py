@@ -131,7 +131,7 @@ class _Projection:
         """Choose the lowest scores, `budgets` in the order of the clusters; with `oracle` where there is one."""
         self.untouched = {c.cluster.key for c, k in zip(self.plan.clusters, budgets, strict=True) if k == 0}
         in_segments = [k for cluster, k in zip(self.plan.clusters, budgets, strict=True) if cluster.segment]
-        if self.step and not oracle:
+        if self.step:
             self.chosen = self.step.select(self.scores, in_segments)
         else:
             self.chosen = torch.zeros(self.scores.shape, dtype=torch.bool, device=self.device)

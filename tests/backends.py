@@ -41,7 +41,8 @@ def running(backend):
         yield "reference" if backend == "reference" else "auto"
         return
     if backend.startswith("flat"):
-        with running(backend[5:].removeprefix("beside ") or "cpu") as path, tuning.override(flat_channels=0):
+        beside = backend.removeprefix("flat").removeprefix(" beside ") or "cpu"
+        with running(beside) as path, tuning.override(flat_channels=0):
             yield path
         return
     pytest.importorskip("triton")

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import coupled_kernels
+from benchmarks.registry import parameters
 from coupled_kernels import tuning
 from coupled_kernels.tuning import TileShape
 from coupled_prune import Cluster, Member, apply_masks_, explain, prune_
@@ -49,10 +50,6 @@ def layers(count, dtype=torch.float32, width=96, hidden=160, head_dim=8):
             Cluster(f"hidden {i}", [Member(up, "Dim0Grouper"), Member(down, "Dim1Grouper")], 0.25),
         ]
     return [Cluster("residual", residual, 0.25), *clusters]
-
-
-def weights_of(clusters):
-    return list({id(m.parameter): m.parameter for c in clusters for m in c.members}.values())
 
 
 def launches_of(call):
@@ -136,16 +133,14 @@ def test_tables_are_uploaded_again_only_when_something_moved():
 
 def test_memory_that_is_read_as_another_dtype_is_another_plan():
     """Same address, same shape: half-precision views of one storage must not find each other's tables."""
+    one_place = torch.zeros(8, 16, dtype=torch.int16)
     for dtype in (torch.float16, torch.bfloat16, torch.float16):
         memory = weight(8, 16, dtype=dtype).view(torch.int16)
-        shared = MEMORY.copy_(memory).view(dtype)
+        shared = one_place.copy_(memory).view(dtype)
         result = prune_(Cluster("c", [Member(shared, "Dim0Grouper")], 0.5))["c"]
         assert (
             result.ids == prune_(Cluster("c", [Member(memory.view(dtype), "Dim0Grouper")], 0.5), "reference")["c"].ids
         )
-
-
-MEMORY = torch.zeros(8, 16, dtype=torch.int16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,7 +155,7 @@ def test_reads_each_weight_once_and_writes_chosen_sectors(dtype, monkeypatch):
         Cluster("hidden", [Member(up, "Dim0Grouper")], 0.25),
         Cluster("stream", [Member(up, "Dim1Grouper")], 0.25),
     ]
-    weights = weights_of(clusters)
+    weights = parameters(clusters)
     size = sum(w.numel() * w.element_size() for w in weights)
     with counted(monkeypatch, weights) as traffic:
         result = prune_(clusters)
@@ -333,7 +328,7 @@ def test_stored_masks():
     masks = prune_(clusters).masks()
     again = apply_masks_(twin, masks)
     assert again.masks() == masks
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(clusters), weights_of(twin), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(parameters(clusters), parameters(twin), strict=True))
 
 
 def test_writes_are_told_to_autograd():
