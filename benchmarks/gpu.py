@@ -118,7 +118,7 @@ def graph_check(device: torch.device) -> Row:
     reader, writer = (weight(*s, dtype=torch.bfloat16, device=device) for s in ((512, 256), (256, 512)))
     dense = [reader.clone(), writer.clone()]
     plan = build_plan([Cluster("c", [Member(reader, "Dim1Grouper"), Member(writer, "Dim0Grouper")], 0.5)])
-    step = GpuStep(plan.pieces, plan.fillers, plan.parameters, plan.segments)
+    step = GpuStep(plan.pieces, plan.fillers, plan.parameters, plan.segments, plan.pools)
     budgets, zeros = torch.tensor([8], device=device), torch.zeros(2, dtype=torch.int64, device=device)
 
     def whole() -> None:
@@ -188,7 +188,7 @@ def timings(device: torch.device, toy: bool, quick: bool) -> list[Row]:
         weights = parameters(clusters)
         size = sum(w.numel() * w.element_size() for w in weights)
         plan = build_plan(clusters)
-        step = make_step(plan.pieces, plan.fillers, plan.parameters, plan.segments)
+        step = make_step(plan.pieces, plan.fillers, plan.parameters, plan.segments, plan.pools)
         zeros = torch.zeros(len(weights), dtype=torch.int64, device=device)
         ks = [max(1, segment.channels // 4) for segment in plan.segments]
         chosen = step.select(step.measure(), ks)

@@ -2,13 +2,13 @@
 
 Read in the order of the data flow: `views` (geometry), `pieces` (what a plan hands over), `step` (which
 path a device takes). The CPU path is `cpu`, which selects with `lowest`. The Triton path is `rows` and
-`tiles` (tables), `norms`, `fold`, `select`, `account`, `mask` (one kernel file each), `launch` (which
+`tiles` (tables), `norms`, `fold`, `select`, `account`, `mask`, `scale` (one kernel file each), `launch` (which
 counts) and `gpu` (their order); `tuning` has its sizes. `flat` serves clusters with about as many
 channels as elements. Knows nothing of clusters, optimizers or torch.distributed.
 """
 
 from coupled_kernels import tuning
-from coupled_kernels.flat import measure_flat, write_flat
+from coupled_kernels.flat import measure_flat, scale_flat, write_flat
 from coupled_kernels.launch import launches
 from coupled_kernels.lowest import lowest
 from coupled_kernels.pieces import FlatPiece, Piece, Segment
@@ -28,6 +28,7 @@ __all__ = [
     "make_step",
     "make_views",
     "measure_flat",
+    "scale_flat",
     "tuning",
     "write_flat",
 ]

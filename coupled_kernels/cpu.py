@@ -47,8 +47,9 @@ class CpuStep:
         fillers: Sequence[Piece],
         tensors: Sequence[Tensor],
         segments: Sequence[Segment],
+        pools: Sequence[Segment],
     ) -> None:
-        self.pieces, self.fillers, self.segments = pieces, fillers, segments
+        self.pieces, self.fillers, self.pools = pieces, fillers, pools
         self.tensors = tensors
         self.channels = sum(segment.channels for segment in segments)
 
@@ -74,10 +75,10 @@ class CpuStep:
         return scores
 
     def select(self, scores: Tensor, budgets: Sequence[int]) -> Tensor:
-        """Mask, bool (channels,), of the lowest scores of each cluster, as many as `budgets` says."""
+        """Mask, bool (channels,), of the lowest scores of each pool, as many as `budgets` says."""
         chosen = torch.zeros(self.channels, dtype=torch.bool, device="cpu")
-        for segment, k in zip(self.segments, budgets, strict=True):
-            chosen[segment.slice] = lowest(scores[segment.slice].to(segment.dtype), k)
+        for pool, k in zip(self.pools, budgets, strict=True):
+            chosen[pool.slice] = lowest(scores[pool.slice].to(pool.dtype), k)
         return chosen
 
     def write(self, chosen: Tensor, zeros_out: Tensor) -> None:
@@ -92,6 +93,17 @@ class CpuStep:
         for tensor, new in zip(by_tensor, newly_zero, strict=True):
             zeros[tensor] += new
         zeros_out += torch.tensor(zeros, dtype=torch.int64, device="cpu")
+
+    def scale(self, factors: Tensor) -> None:
+        """Multiply the elements of channel `c` by `factors[c]`, float64 (channels,), in the cluster's dtype."""
+
+        def scale_piece(piece: Piece) -> None:
+            lanes = factors[piece.view.lane_channels().add_(piece.base)].to(piece.dtype)
+            matrix = piece.view.of(self.tensors[piece.tensor])
+            matrix.mul_(lanes if piece.view.axis else lanes.unsqueeze(1))
+            matrix.index_fill_(piece.view.axis, (lanes == 0).nonzero().squeeze(1), 0)  # -1 * 0 and NaN * 0 are not +0
+
+        _in_threads(scale_piece, self.pieces, [piece.view.numel for piece in self.pieces])
 
     def _write(self, tensor: int, pieces: Sequence[Piece], chosen: Tensor) -> int:
         """Write all masks of one tensor; returns how many elements became zero."""

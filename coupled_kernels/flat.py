@@ -42,6 +42,13 @@ def write_flat(pieces: Sequence[FlatPiece], tensors: Sequence[Tensor], chosen: T
             zeros[piece.tensor] -= torch.count_nonzero(runs)
 
 
+def scale_flat(piece: FlatPiece, tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply the elements of channel `c` by `factors[c]` (float32 or float64, (channels,))."""
+    for channel_range in _ranges([piece], factors.numel()):
+        lanes = factors[channel_range, None]
+        _runs(piece, tensors)[channel_range].mul_(lanes).masked_fill_(lanes == 0, 0)
+
+
 def _runs(piece: FlatPiece, tensors: Sequence[Tensor]) -> Tensor:
     return tensors[piece.tensor].detach().view(-1, piece.block)
 

@@ -1,12 +1,13 @@
 """The Triton path: one step's launches, in order, on tables that were uploaded when the plan was made.
 
 In: pieces and the tensors they point into. Out: scores (`measure`), chosen channels (`select`), and
-counts of zeros (`write`), all as device tensors; nothing here waits for the device.
+counts of zeros (`write`); or scaled channels (`scale`), all as device tensors; nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import triton.language as tl
@@ -19,6 +20,7 @@ from coupled_kernels.launch import launch
 from coupled_kernels.mask import mask_any, mask_rows
 from coupled_kernels.norms import norms
 from coupled_kernels.pieces import Piece, Segment
+from coupled_kernels.scale import scale
 from coupled_kernels.select import select
 from coupled_kernels.tiles import TileClass, build_tables
 
@@ -39,9 +41,10 @@ class GpuStep:
         fillers: Sequence[Piece],
         tensors: Sequence[Tensor],
         segments: Sequence[Segment],
+        pools: Sequence[Segment],
     ) -> None:
         self.tuning = tuning.current()
-        tables = build_tables(pieces, fillers, tensors, segments)
+        tables = build_tables(pieces, fillers, tensors, segments, pools)
         self._uploaded: list[Tensor] = []
         self._streams: set[torch.cuda.Stream] = set()
         self.device = tensors[0].device
@@ -56,8 +59,9 @@ class GpuStep:
             self.row_tiles[c], self.other_tiles[c] = self.all_tiles[c].split([len(by_rows), len(others)])
         self.wide = any(c.compute == torch.float64 for c in self.all_tiles)
         self.recounted = {c: self._upload(rows) for c, rows in tables.recounted.items()}
+        self._lane_runs = tables.lane_runs
         self.lane_runs, self.entries = self._upload(tables.lane_runs), self._upload(tables.entries)
-        self.chunks, self.segments = self._upload(tables.chunks), self._upload(tables.segments)
+        self.chunks, self.pools = self._upload(tables.chunks), self._upload(tables.pools)
         # All of them are kept: a captured graph goes on reading the ones it was captured with.
         self._budgets: dict[tuple[int, ...], Tensor] = {}
 
@@ -113,9 +117,9 @@ class GpuStep:
         return scores
 
     def select(self, scores: Tensor, budgets: Sequence[int] | Tensor) -> Tensor:
-        """Mask, bool (channels,), of the lowest scores of each cluster, as many as `budgets` says.
+        """Mask, bool (channels,), of the lowest scores of each pool, as many as `budgets` says.
 
-        Integers are uploaded once; a tensor, int64 (clusters,) on the device, is read when the kernel runs.
+        Integers are uploaded once; a tensor, int64 (pools,) on the device, is read when the kernel runs.
         """
         if not isinstance(budgets, Tensor):
             key = tuple(budgets)
@@ -125,10 +129,10 @@ class GpuStep:
         chosen = self._empty(self.channels, torch.int8)
         launch(
             select,
-            len(self.segments),
+            len(self.pools),
             self.device,
             scores,
-            self.segments,
+            self.pools,
             budgets,
             chosen,
             CHUNK=self.tuning.select_chunk,
@@ -157,6 +161,21 @@ class GpuStep:
             self._launch_tiles(mask_any, c, tiles, chosen_lanes, zeros, COMPUTE=_TYPES[c.compute])
         for c, tiles in self.recounted.items():
             self._launch_tiles(count, c, tiles, zeros, COMPUTE=_TYPES[c.compute])
+
+    def scale(self, factors: Tensor) -> None:
+        """Multiply the elements of channel `c` by `factors[c]`, float64 (channels,)."""
+        lane_factors = factors[self._lane_channels]
+        for c, tiles in self.all_tiles.items():
+            self._launch_tiles(scale, c, tiles, lane_factors, COMPUTE=_TYPES[c.compute])
+
+    @cached_property
+    def _lane_channels(self) -> Tensor:
+        """Place of every lane's channel in the score vector, int64 (lanes,)."""
+        places = torch.empty(self.lanes, dtype=torch.int64, device="cpu")
+        for run in self._lane_runs:
+            lane = torch.arange(run.start, run.stop, device="cpu")
+            places[run.lane + lane] = run.base + (run.first + lane) // run.block % run.channels
+        return self._upload(places.tolist())
 
     def _launch_tiles(
         self, kernel: object, tile_class: TileClass, tiles: Tensor, *arguments: Tensor, **constants: object

@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """One cluster's place `base:base + channels` in the score vector; `dtype` is what it is ranked in."""
+    """A place `base:base + channels` in the score vector, of one cluster or of several ranked together in `dtype`."""
 
     base: int
     channels: int

@@ -4,7 +4,7 @@ tile     a rectangle of memory that one program reads (norms) and writes (mask)
 run      a run of lanes of one piece, whose partial sums are added and which is accounted for
 entry    lanes that belong to consecutive channels of a cluster
 chunk    consecutive channels of a cluster, and the entries that add up to them
-segment  a cluster's place in the score vector
+segment  the place of one pool (a cluster, or several ranked together) in the score vector
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
 
 class SegmentRow(NamedTuple):
-    """One cluster; `wide` is 1 where scores are ranked as float64."""
+    """One pool; `wide` is 1 where scores are ranked as float64."""
 
     base: int
     channels: int

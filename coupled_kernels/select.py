@@ -1,6 +1,6 @@
-"""Select: the k lowest scores of every cluster, all clusters in one launch, on the device.
+"""Select: the k lowest scores of every pool (as a rule a cluster), all in one launch, on the device.
 
-    chosen[c] = (score[c], c) is among the k smallest of its cluster
+    chosen[c] = (score[c], c) is among the k smallest of its pool
 
 by radix selection: a score's bits, read as an unsigned integer, sort like the score (sums of squares
 are not negative; +inf comes after all numbers, NaN is made the largest). Each pass counts the next
@@ -30,14 +30,14 @@ def load_keys(scores, at, mask, wide):
 def select(scores, segments, budgets, chosen, CHUNK: tl.constexpr):
     """`chosen`, int8 (channels of all clusters,), from `scores`, float64, of the same length.
 
-    One program a cluster reads its row of `segments`, int64 (clusters, SEGMENT_FIELDS), and its budget, int64.
+    One program a pool reads its row of `segments`, int64 (pools, SEGMENT_FIELDS), and its budget, int64.
     """
-    cluster = tl.program_id(0).to(tl.int64)
-    segment = segments + cluster * SEGMENT_FIELDS
+    pool = tl.program_id(0).to(tl.int64)
+    segment = segments + pool * SEGMENT_FIELDS
     base = tl.load(segment + SEGMENT_BASE)
     channels = tl.load(segment + SEGMENT_CHANNELS)
     wide = tl.load(segment + SEGMENT_WIDE)
-    remaining = tl.load(budgets + cluster)
+    remaining = tl.load(budgets + pool)
     digits = tl.arange(0, 512)
 
     threshold = remaining * 0

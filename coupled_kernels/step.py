@@ -45,17 +45,25 @@ def backend(device: torch.device) -> str:
 
 
 def make_step(
-    pieces: Sequence[Piece], fillers: Sequence[Piece], tensors: Sequence[Tensor], segments: Sequence[Segment]
+    pieces: Sequence[Piece],
+    fillers: Sequence[Piece],
+    tensors: Sequence[Tensor],
+    segments: Sequence[Segment],
+    pools: Sequence[Segment],
 ) -> CpuStep | GpuStep:
-    """The step for one plan; on a GPU, its tables are kept and found again as long as nothing has moved."""
+    """The step for one plan; on a GPU, its tables are kept and found again as long as nothing has moved.
+
+    `segments` are the clusters' places in the score vector, `pools` what is ranked together: a segment, or
+    several that follow each other.
+    """
     device = tensors[0].device
     if backend(device) == "torch":
-        return CpuStep(pieces, fillers, tensors, segments)
+        return CpuStep(pieces, fillers, tensors, segments, pools)
     from coupled_kernels.gpu import GpuStep
 
     places = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
-    key = (tuple(pieces), tuple(fillers), tuple(segments), device, places, tuning.current())
-    step = _steps.pop(key, None) or GpuStep(pieces, fillers, tensors, segments)
+    key = (tuple(pieces), tuple(fillers), tuple(segments), tuple(pools), device, places, tuning.current())
+    step = _steps.pop(key, None) or GpuStep(pieces, fillers, tensors, segments, pools)
     _steps[key] = step
     if device.type == "cuda":
         step.used_on(torch.cuda.current_stream(device))

@@ -46,7 +46,7 @@ class Tables:
     lane_runs: list[LaneRun] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    segments: list[SegmentRow] = field(default_factory=list)
+    pools: list[SegmentRow] = field(default_factory=list)
     slots: int = 0
     lanes: int = 0
 
@@ -79,7 +79,11 @@ class _Sheet(NamedTuple):
 
 
 def build_tables(
-    pieces: Sequence[Piece], fillers: Sequence[Piece], tensors: Sequence[Tensor], segments: Sequence[Segment]
+    pieces: Sequence[Piece],
+    fillers: Sequence[Piece],
+    tensors: Sequence[Tensor],
+    segments: Sequence[Segment],
+    pools: Sequence[Segment],
 ) -> Tables:
     """Tables for one step; valid as long as the tensors stay where they are."""
     tables = Tables()
@@ -100,9 +104,8 @@ def build_tables(
             fillers = [*fillers, *(piece for piece in own if piece.counted)]
     for piece in fillers:
         _add_recount(tables, piece, tensors[piece.tensor])
+    tables.pools += [SegmentRow(pool.base, pool.channels, int(pool.dtype == torch.float64)) for pool in pools]
     for segment in segments:
-        wide = int(segment.dtype == torch.float64)
-        tables.segments.append(SegmentRow(segment.base, segment.channels, wide))
         _add_channels(tables, segment, [p for p in pieces if p.scored and p.base == segment.base], first_lane)
     return tables
 

@@ -6,6 +6,7 @@ member's path with the reason, and the pieces for the kernels. Everything a step
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class ClusterPlan:
 class Plan:
     """One step over all clusters.
 
-    `fillers` only count elements that no member covers. Parameters in `counted_afterwards` have their
+    `pooled` clusters, so many at a time, are ranked together and share one budget. `fillers` only count elements that no member covers. Parameters in `counted_afterwards` have their
     zeros counted when all is written: a member on the reference path, flat and other members on one
     parameter, or gaps that are no views.
     """
@@ -70,12 +71,30 @@ class Plan:
     parameters: tuple[Tensor, ...]
     names: tuple[str | None, ...]
     clusters: tuple[ClusterPlan, ...]
+    pooled: tuple[int, ...]
     fillers: tuple[Piece, ...] = ()
     counted_afterwards: frozenset[int] = frozenset()
 
     @property
     def segments(self) -> list[Segment]:
         return [cluster.segment for cluster in self.clusters if cluster.segment]
+
+    @property
+    def ranked(self) -> list[tuple[ClusterPlan, ...]]:
+        """Clusters by pool."""
+        ends = itertools.accumulate(self.pooled)
+        return [self.clusters[end - size : end] for size, end in zip(self.pooled, ends, strict=True)]
+
+    @property
+    def pools(self) -> list[Segment]:
+        """Place of each pool in the score vector, as far as it is there."""
+        pools = []
+        for clusters in self.ranked:
+            segments = [cluster.segment for cluster in clusters if cluster.segment]
+            if segments:
+                dtype = torch.float64 if any(s.dtype == torch.float64 for s in segments) else torch.float32
+                pools.append(Segment(segments[0].base, sum(s.channels for s in segments), dtype))
+        return pools
 
     @property
     def members(self) -> list[MemberPlan]:
@@ -86,8 +105,8 @@ class Plan:
         return [piece for member in self.members for piece in member.pieces]
 
 
-def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
-    """Plan for validated `clusters`.
+def build_plan(clusters: Sequence[Cluster], path: Path = "auto", pooled: Sequence[int] | None = None) -> Plan:
+    """Plan for validated `clusters`; `pooled` says how many of them at a time share one budget (default: one).
 
     Raises `ValueError` for an unknown path, and on `path="fast"` for a member that needs the
     reference path.
@@ -109,25 +128,40 @@ def build_plan(clusters: Sequence[Cluster], path: Path = "auto") -> Plan:
 
     plans: list[ClusterPlan] = []
     base = count = 0
-    for cluster in clusters:
-        planned = _plan_cluster(cluster, base, count, index, path)
-        plans.append(planned)
-        base += planned.channels if planned.segment else 0
-        count += len(planned.members)
-    return _with_counting(Plan(tuple(parameters), tuple(names), tuple(plans)))
+    pooled = tuple(pooled or [1] * len(clusters))
+    for pool in (clusters[end - size : end] for size, end in zip(pooled, itertools.accumulate(pooled), strict=True)):
+        flat = path != "reference" and _are_flat(pool)
+        for cluster in pool:
+            planned = _plan_cluster(cluster, base, count, index, path, flat)
+            plans.append(planned)
+            base += planned.channels if planned.segment else 0
+            count += len(planned.members)
+    return _with_counting(Plan(tuple(parameters), tuple(names), tuple(plans), pooled))
 
 
-def _plan_cluster(cluster: Cluster, base: int, count: int, index: dict[int, int], path: Path) -> ClusterPlan:
+def _are_flat(pool: Sequence[Cluster]) -> bool:
+    """Do clusters that are ranked together go by ranges of channels? All do or none."""
+    sizes, channels = tuning.current(), 0
+    for cluster in pool:
+        layouts = [layout_of(member.grouper, member.shape, member.arguments) for member in cluster.members]
+        channels += layouts[0].channels
+        maps = (layout.channel_map for layout in layouts)
+        if sum(layout.per_channel for layout in layouts) >= sizes.flat_elements:
+            return False
+        if not all(map(_is_flat, cluster.members, maps)):
+            return False
+    return channels >= sizes.flat_channels
+
+
+def _plan_cluster(
+    cluster: Cluster, base: int, count: int, index: dict[int, int], path: Path, flat: bool
+) -> ClusterPlan:
     """Plan for one cluster; `base` is its place in the score vector, `count` the number of members before it."""
     members = cluster.members
     layouts = [layout_of(member.grouper, member.shape, member.arguments) for member in members]
     dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
     maps = [layout.channel_map for layout in layouts]
     segment = Segment(base, layouts[0].channels, dtype)
-    elements = sum(layout.per_channel for layout in layouts)
-    sizes = tuning.current()
-    many = segment.channels >= sizes.flat_channels and elements < sizes.flat_elements
-    flat = path != "reference" and many and all(map(_is_flat, members, maps))
     planned = []
     for i, (member, channel_map) in enumerate(zip(members, maps, strict=True)):
         parameter = index[id(member.parameter)]

@@ -1,23 +1,22 @@
-"""One coupled projection: score all clusters, choose once, write all masks.
+"""One coupled projection on demand: score all clusters, choose once, write all masks.
 
-In: clusters. Out: the parameters pruned in place, and a `PruneResult`. The stages follow the data:
-measure (read), select, write, account.
+In: clusters. Out: the parameters pruned in place, and a `PruneResult`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from coupled_kernels import lowest, make_step, measure_flat, write_flat
 from coupled_prune import reference
 from coupled_prune.budget import budget
 from coupled_prune.cluster import Cluster
-from coupled_prune.plan import ClusterPlan, Path, Plan, build_plan
-from coupled_prune.result import ClusterResult, PruneResult
+from coupled_prune.plan import ClusterPlan, Path, build_plan
+from coupled_prune.projection import Projection
+from coupled_prune.result import PruneResult
 from coupled_prune.validate import check_clusters
 
 
@@ -39,7 +38,7 @@ def prune_(clusters: Cluster | Iterable[Cluster], path: Path = "auto") -> PruneR
         budgets.append(budget(cluster.min_sparsity, channels, cluster.keep_multiple_of))
         if budgets[-1] == channels:
             warnings.warn(f"cluster {cluster.key!r}: all {channels} channels are zeroed", stacklevel=2)
-    projection = _Projection(plan)
+    projection = Projection(plan)
     projection.measure()
     projection.select(budgets, reference.lowest if path == "reference" else None)
     projection.write()
@@ -62,7 +61,7 @@ def apply_masks_(
         raise ValueError(f"masks name clusters that were not given: {', '.join(sorted(map(repr, unknown)))}")
     plan = build_plan(clusters, path)
     chosen = [_mask_of(cluster_plan, masks) for cluster_plan in plan.clusters]
-    projection = _Projection(plan)
+    projection = Projection(plan)
     projection.measure()
     projection.choose(chosen)
     projection.write()
@@ -93,116 +92,3 @@ def _mask_of(cluster_plan: ClusterPlan, masks: Mapping[str, Sequence[int]]) -> T
             raise ValueError(f"cluster {key!r}: channel {channel} does not exist; it has channels 0 to {channels - 1}")
         mask[channel] = True
     return mask
-
-
-class _Projection:
-    """One plan at work. Clusters with a segment share one score vector; those on the flat path have their own."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.device = plan.parameters[0].device if plan.parameters else torch.device("cpu")
-        # What is only counted needs a step as well.
-        work = plan.pieces or plan.fillers
-        self.step = make_step(plan.pieces, plan.fillers, plan.parameters, plan.segments) if work else None
-        self.zeros = torch.zeros(len(plan.parameters), dtype=torch.int64, device=self.device)
-        self.flat_scores: dict[str, Tensor] = {}
-        self.flat_chosen: dict[str, Tensor] = {}
-
-    def measure(self) -> None:
-        """Sums of squares: `scores`, float64, of all segments; `flat_scores` of the other clusters."""
-        plan = self.plan
-        if self.step:
-            self.scores = self.step.measure()
-        else:
-            channels = sum(segment.channels for segment in plan.segments)
-            self.scores = torch.zeros(channels, dtype=torch.float64, device=self.device)
-        for cluster in plan.clusters:
-            if not cluster.segment:
-                self.flat_scores[cluster.cluster.key] = measure_flat(
-                    cluster.flat, plan.parameters, cluster.channels, cluster.dtype, self.zeros
-                )
-                continue
-            for m in cluster.members:
-                if m.path == "reference" and m.member.scored:
-                    sums = reference.square_sums(m.member.tensor, m.member.grouper, m.member.arguments)
-                    self.scores[cluster.segment.slice] += sums
-
-    def select(self, budgets: Sequence[int], oracle: Callable[[Tensor, int], Tensor] | None) -> None:
-        """Choose the lowest scores, `budgets` in the order of the clusters; with `oracle` where there is one."""
-        self.untouched = {c.cluster.key for c, k in zip(self.plan.clusters, budgets, strict=True) if k == 0}
-        in_segments = [k for cluster, k in zip(self.plan.clusters, budgets, strict=True) if cluster.segment]
-        if self.step:
-            self.chosen = self.step.select(self.scores, in_segments)
-        else:
-            self.chosen = torch.zeros(self.scores.shape, dtype=torch.bool, device=self.device)
-            for segment, k in zip(self.plan.segments, in_segments, strict=True):
-                ranked = self.scores[segment.slice].to(segment.dtype)
-                self.chosen[segment.slice] = (oracle or lowest)(ranked, k)
-        for cluster, k in zip(self.plan.clusters, budgets, strict=True):
-            if not cluster.segment:
-                self.flat_chosen[cluster.cluster.key] = lowest(self.flat_scores[cluster.cluster.key], k)
-
-    def choose(self, masks: Sequence[Tensor]) -> None:
-        """Take masks, bool (channels,), in the order of the clusters."""
-        vector = [torch.zeros(0, dtype=torch.bool, device="cpu")]
-        self.untouched = {c.cluster.key for c, mask in zip(self.plan.clusters, masks, strict=True) if not mask.any()}
-        for cluster, mask in zip(self.plan.clusters, masks, strict=True):
-            if cluster.segment:
-                vector.append(mask)
-            else:
-                self.flat_chosen[cluster.cluster.key] = mask.to(self.device)
-        self.chosen = torch.cat(vector).to(self.device)
-
-    def write(self) -> None:
-        """Write all masks; `zeros` becomes the number of literal zeros of each parameter."""
-        plan = self.plan
-        if self.step:
-            self.step.write(self.chosen, self.zeros)
-            self._tell_autograd()
-        for cluster in plan.clusters:
-            if cluster.cluster.key in self.untouched:
-                continue
-            if not cluster.segment:
-                write_flat(cluster.flat, plan.parameters, self.flat_chosen[cluster.cluster.key], self.zeros)
-                continue
-            for m in cluster.members:
-                if m.path == "reference":
-                    mask = self.chosen[cluster.segment.slice]
-                    reference.zero_(m.member.tensor, m.member.grouper, m.member.arguments, mask)
-        for parameter in plan.counted_afterwards:
-            self.zeros[parameter] = reference.count_zeros(plan.parameters[parameter])
-
-    def _tell_autograd(self) -> None:
-        """Kernels write behind torch's back: a graph that saved a weight has to notice."""
-        written = {
-            m.parameter
-            for cluster in self.plan.clusters
-            for m in cluster.members
-            if m.pieces and cluster.cluster.key not in self.untouched
-        }
-        tensors = (self.plan.parameters[parameter] for parameter in written)
-        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
-
-    def account(self, scored: bool) -> PruneResult:
-        """Results that read the device only when they are read themselves."""
-        clusters = []
-        for cluster in self.plan.clusters:
-            key = cluster.cluster.key
-            if cluster.segment:
-                chosen, sums, where = self.chosen, self.scores, cluster.segment.slice
-            else:
-                chosen, sums, where = self.flat_chosen[key], self.flat_scores[key], slice(None)
-            clusters.append(
-                ClusterResult(
-                    key=key,
-                    members=len(cluster.members),
-                    channels=cluster.channels,
-                    score_type=cluster.cluster.score_type,
-                    per_channel=cluster.per_channel,
-                    dtype=cluster.dtype,
-                    where=where,
-                    chosen=chosen,
-                    sums=sums if scored else None,
-                )
-            )
-        return PruneResult(clusters, self.plan.parameters, self.plan.names, self.zeros)

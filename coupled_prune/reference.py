@@ -48,9 +48,18 @@ def zero_(tensor: Tensor, grouper: str, arguments: Mapping[str, Any], mask: Tens
     tensor.detach().masked_fill_(chosen.view(tensor.shape), 0.0)
 
 
+def scale_(tensor: Tensor, grouper: str, arguments: Mapping[str, Any], factors: Tensor) -> None:
+    """Multiply every element by the factor of its channel (float64, (channels,)); a factor of 0 writes +0.0."""
+    positions = _positions(tensor, grouper, arguments)
+    by_element = torch.ones(tensor.numel() + 1, dtype=torch.float64, device=tensor.device)  # the last is the padding's
+    by_element[positions] = factors.unsqueeze(1).expand(positions.shape)
+    by_element = by_element[:-1].view(tensor.shape)
+    tensor.detach().copy_((tensor.detach().double() * by_element).masked_fill_(by_element == 0, 0))
+
+
 def count_zeros(tensor: Tensor) -> Tensor:
     """Number of elements that are literally zero, of either sign; int64, a scalar."""
-    return (tensor.detach() == 0).sum()
+    return tensor.numel() - torch.count_nonzero(tensor.detach())
 
 
 def _positions(tensor: Tensor, grouper: str, arguments: Mapping[str, Any]) -> Tensor:

@@ -173,7 +173,7 @@ def step_of(clusters):
     from coupled_prune.plan import build_plan
 
     plan = build_plan(clusters)
-    return plan, GpuStep(plan.pieces, plan.fillers, plan.parameters, plan.segments)
+    return plan, GpuStep(plan.pieces, plan.fillers, plan.parameters, plan.segments, plan.pools)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_long_rows_are_summed_side_by_side(shape, grouper):
     torch.testing.assert_close(result.scores, expected.scores, rtol=1e-6, atol=0)
     assert torch.equal(fast, slow)
     plan, _ = step_of([Cluster("c", [Member(fast, grouper)], 0)])
-    tables = build_tables(plan.pieces, plan.fillers, plan.parameters, plan.segments)
+    tables = build_tables(plan.pieces, plan.fillers, plan.parameters, plan.segments, plan.pools)
     assert max(run.partials for run in tables.lane_runs) <= 64
     assert sum(len(tiles) for tiles in tables.row_tiles.values()) <= 64
 
