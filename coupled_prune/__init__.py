@@ -10,6 +10,7 @@ from coupled_prune.budget import budget
 from coupled_prune.cluster import Cluster
 from coupled_prune.explain import Explanation, explain
 from coupled_prune.member import Member
+from coupled_prune.optimizer import PruneOptimizer
 from coupled_prune.prune import apply_masks_, prune_
 from coupled_prune.result import ClusterResult, ParameterResult, PruneResult
 
@@ -21,6 +22,7 @@ __all__ = [
     "Explanation",
     "Member",
     "ParameterResult",
+    "PruneOptimizer",
     "PruneResult",
     "apply_masks_",
     "budget",

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from coupled_kernels import ChannelMap
 
 Shape = tuple[int, ...]
@@ -34,6 +37,15 @@ class Layout:
     def channels(self) -> int:
         return self.channel_map.channels
 
+    def of_elements(self, values: Tensor) -> Tensor:
+        """`values`, (channels,), of every element's channel: broadcasts against the shape, small where it can be."""
+        shape, steps = self.channel_map.shape, self.channel_map.steps
+        position = torch.zeros([1] * len(shape), dtype=torch.int64, device=values.device)
+        for dim in self.axes:
+            places = torch.arange(shape[dim], device=values.device) * steps[dim]
+            position = position + places.view([-1 if d == dim else 1 for d in range(len(shape))])
+        return values[position // self.channel_map.block % self.channels]
+
 
 def layout_of(grouper: str, shape: Sequence[int], arguments: Mapping[str, Any]) -> Layout:
     """Layout of `shape` under `grouper`.
@@ -54,6 +66,11 @@ def layout_of(grouper: str, shape: Sequence[int], arguments: Mapping[str, Any]) 
         if value is not None and type(value) is not int:
             raise TypeError(f"{grouper}: {key} must be an integer, got {value!r}")
     return _layout(grouper, tuple(shape), tuple(arguments.items()))
+
+
+def argument_names(grouper: str) -> tuple[str, ...]:
+    """Keyword arguments of a grouper; none of one that does not exist."""
+    return tuple(_parameters(grouper)) if grouper in GROUPERS else ()
 
 
 @functools.cache

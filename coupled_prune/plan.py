@@ -63,9 +63,10 @@ class ClusterPlan:
 class Plan:
     """One step over all clusters.
 
-    `pooled` clusters, so many at a time, are ranked together and share one budget. `fillers` only count elements that no member covers. Parameters in `counted_afterwards` have their
-    zeros counted when all is written: a member on the reference path, flat and other members on one
-    parameter, or gaps that are no views.
+    `pooled` clusters, so many at a time, are ranked together and share one budget. `fillers` only count
+    elements that no member covers. Parameters in `counted_afterwards` have their zeros counted when all is
+    written: a member on the reference path, flat and other members on one parameter, or gaps that are no
+    views.
     """
 
     parameters: tuple[Tensor, ...]

@@ -141,6 +141,15 @@ class Projection:
         tensors = (self.plan.parameters[parameter] for parameter in written)
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
+    def masks(self) -> dict[str, Tensor]:
+        """Chosen channels of every cluster, bool (channels,), by its key."""
+        return {
+            cluster.cluster.key: self.chosen[cluster.segment.slice]
+            if cluster.segment
+            else self.flat_chosen[cluster.cluster.key]
+            for cluster in self.plan.clusters
+        }
+
     def account(self, scored: bool) -> PruneResult:
         """Results that read the device only when they are read themselves."""
         clusters = []

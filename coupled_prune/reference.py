@@ -28,7 +28,7 @@ def square_sums(tensor: Tensor, grouper: str, arguments: Mapping[str, Any]) -> T
     """Sum of squares of every channel, float64 (channels,)."""
     matrix = by_channel(tensor.detach().double(), grouper, arguments)
     if grouper == "KElementGrouper":
-        matrix = matrix * (_positions(tensor, grouper, arguments) != PADDING)
+        matrix = matrix * (element_positions(tensor, grouper, arguments) != PADDING)
     # Rows of one contiguous matrix are summed alike; in other layouts the order may depend on the row.
     return matrix.square().contiguous().sum(1)
 
@@ -42,7 +42,7 @@ def lowest(scores: Tensor, k: int) -> Tensor:
 
 def zero_(tensor: Tensor, grouper: str, arguments: Mapping[str, Any], mask: Tensor) -> None:
     """Set every element of the channels in `mask` (bool, (channels,)) to +0.0."""
-    positions = _positions(tensor, grouper, arguments)[mask].flatten()
+    positions = element_positions(tensor, grouper, arguments)[mask].flatten()
     chosen = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
     chosen[positions[positions != PADDING]] = True
     tensor.detach().masked_fill_(chosen.view(tensor.shape), 0.0)
@@ -50,7 +50,7 @@ def zero_(tensor: Tensor, grouper: str, arguments: Mapping[str, Any], mask: Tens
 
 def scale_(tensor: Tensor, grouper: str, arguments: Mapping[str, Any], factors: Tensor) -> None:
     """Multiply every element by the factor of its channel (float64, (channels,)); a factor of 0 writes +0.0."""
-    positions = _positions(tensor, grouper, arguments)
+    positions = element_positions(tensor, grouper, arguments)
     by_element = torch.ones(tensor.numel() + 1, dtype=torch.float64, device=tensor.device)  # the last is the padding's
     by_element[positions] = factors.unsqueeze(1).expand(positions.shape)
     by_element = by_element[:-1].view(tensor.shape)
@@ -62,7 +62,7 @@ def count_zeros(tensor: Tensor) -> Tensor:
     return tensor.numel() - torch.count_nonzero(tensor.detach())
 
 
-def _positions(tensor: Tensor, grouper: str, arguments: Mapping[str, Any]) -> Tensor:
+def element_positions(tensor: Tensor, grouper: str, arguments: Mapping[str, Any]) -> Tensor:
     """Row-major position of each element in `tensor`, arranged by channel."""
     positions = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
     return by_channel(positions, grouper, arguments)

@@ -35,7 +35,13 @@ def check_clusters(clusters: Sequence[Cluster]) -> None:
         if times > 1:
             raise ValueError(f"cluster {key!r}: the key is used {times} times in one call")
     _check_one_device([(cluster, member) for cluster in clusters for member in cluster.members])
-    _check_claims(clusters)
+    for same_parameter in _claims(clusters).values():
+        for first, second in _clashes(same_parameter):
+            raise ValueError(
+                f"{second} claims elements that {first} already claims along the same axis. Tied weights "
+                f"(one parameter under two names) are one member; ranges of one parameter must not overlap"
+            )
+    check_memory(clusters)
 
 
 def check_cluster(cluster: Cluster) -> None:
@@ -56,19 +62,24 @@ def _check_alone(cluster: Cluster) -> None:
     for index, member in enumerate(cluster.members):
         if not isinstance(member, Member):
             raise TypeError(f"{where}: member {index} must be a Member, got {type(member).__name__}")
-        try:
-            _check_tensor(member.parameter)
-            _check_range(member)
-            if not isinstance(member.grouper, str):
-                raise TypeError(f"the grouper must be a name or a class, got {member.grouper!r}")
-            if not isinstance(member.scored, bool):
-                raise TypeError(f"scored must be True or False, got {member.scored!r}")
-            layout_of(member.grouper, member.shape, member.arguments)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}, {label(member, index)}: {error}") from None
+        check_member(member, f"{where}, {label(member, index)}")
     if not any(member.scored for member in cluster.members):
         raise ValueError(f"{where}: every member has scored=False, so nothing votes; at least one must be scored")
     _check_channels(cluster, where)
+
+
+def check_member(member: Member, where: str) -> None:
+    """Check that a parameter can be pruned in place and that its grouper fits; errors begin with `where`."""
+    try:
+        check_tensor(member.parameter)
+        _check_range(member)
+        if not isinstance(member.grouper, str):
+            raise TypeError(f"the grouper must be a name or a class, got {member.grouper!r}")
+        if not isinstance(member.scored, bool):
+            raise TypeError(f"scored must be True or False, got {member.scored!r}")
+        layout_of(member.grouper, member.shape, member.arguments)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def label(member: Member, index: int) -> str:
@@ -94,7 +105,7 @@ def _check_settings(cluster: Cluster, where: str) -> None:
         raise ValueError(f"{where}: keep_multiple_of must be a positive integer or None, got {multiple!r}")
 
 
-def _check_tensor(tensor: Any) -> None:
+def check_tensor(tensor: Any) -> None:
     """Can this be read as numbers and written in place?"""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
@@ -193,19 +204,18 @@ class _Claim(NamedTuple):
         return overlap and bool(self.axes & other.axes)
 
 
-def _check_claims(clusters: Sequence[Cluster]) -> None:
-    """No element twice along one axis; no memory under two parameter objects."""
+def _claims(clusters: Sequence[Cluster]) -> dict[int, list[_Claim]]:
+    """What is claimed of each parameter, by its id."""
     claims: dict[int, list[_Claim]] = {}
     for cluster in clusters:
         for member in cluster.members:
             claims.setdefault(id(member.parameter), []).append(_claim(cluster, member))
-    for same_parameter in claims.values():
-        for first, second in _clashes(same_parameter):
-            raise ValueError(
-                f"{second} claims elements that {first} already claims along the same axis. Tied weights "
-                f"(one parameter under two names) are one member; ranges of one parameter must not overlap"
-            )
-    for first, second in _sharing_memory([same_parameter[0] for same_parameter in claims.values()]):
+    return claims
+
+
+def check_memory(clusters: Sequence[Cluster]) -> None:
+    """Check that no memory lies under two parameter objects."""
+    for first, second in _sharing_memory([same_parameter[0] for same_parameter in _claims(clusters).values()]):
         raise ValueError(
             f"{second} shares memory with {first}, but they are different tensor objects (tied weights, or two views "
             f"of one tensor); pass one parameter object for both, with rows= or narrow= for ranges of it"
