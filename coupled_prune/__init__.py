@@ -11,6 +11,7 @@ from coupled_prune.cluster import Cluster
 from coupled_prune.explain import Explanation, explain
 from coupled_prune.member import Member
 from coupled_prune.optimizer import PruneOptimizer
+from coupled_prune.param_groups import build_prune_optimizer, get_param_groups
 from coupled_prune.prune import apply_masks_, prune_
 from coupled_prune.result import ClusterResult, ParameterResult, PruneResult
 
@@ -26,6 +27,8 @@ __all__ = [
     "PruneResult",
     "apply_masks_",
     "budget",
+    "build_prune_optimizer",
     "explain",
+    "get_param_groups",
     "prune_",
 ]

@@ -24,7 +24,7 @@ from coupled_prune.ordinary import Due
 from coupled_prune.pruner import Outcome, Pruner
 from coupled_prune.schedule import Phase, Schedule
 from coupled_prune.settings import Settings, resolve
-from coupled_prune.stages import Stages
+from coupled_prune.stages import Ordinary, Stages
 from coupled_prune.wrapper import OptimizerWrapper
 
 
@@ -184,17 +184,10 @@ class PruneOptimizer(OptimizerWrapper):
         if self._settings.latent_weights:
             self._latents.keep(stages, self.state)
 
-        ordinary = [stage for stage in stages.ordinary if schedule.due(stage.prox_freq, stage.kind.hard, n)]
+        ordinary = [stage for stage in stages.ordinary if self._is_due(stage)]
         coupled = [stage for stage in stages.coupled if schedule.due(stage.prox_freq, True, n)]
         outcome = self._pruner[1].run(
-            [
-                Due(
-                    stage,
-                    schedule.target(stage.min_sparsity, stage.ramped, n),
-                    stage.reg_lambda * self.param_groups[stage.group]["gamma"],
-                )
-                for stage in ordinary
-            ],
+            [self._due(stage) for stage in ordinary],
             [(stage, schedule.target(stage.cluster.min_sparsity, stage.ramped, n)) for stage in coupled],
             functools.partial(self._latents.before_write, stages),
         )
@@ -207,6 +200,13 @@ class PruneOptimizer(OptimizerWrapper):
             frozen.freeze(stages, self.state, outcome.masks)
         return loss
 
+    def _is_due(self, stage: Ordinary) -> bool:
+        return self._settings.schedule.due(stage.prox_freq, stage.kind.hard, self.num_steps)
+
+    def _due(self, stage: Ordinary) -> Due:
+        target = self._settings.schedule.target(stage.min_sparsity, stage.ramped, self.num_steps)
+        return Due(stage, target, self.param_groups[stage.group]["gamma"])
+
     def _account(self, stages: Stages, outcome: Outcome, all_ran: bool) -> None:
         self._masks.update(outcome.masks)
         self._metrics.record(self.state, outcome, self.num_steps + 1, all_ran)
@@ -217,7 +217,7 @@ class PruneOptimizer(OptimizerWrapper):
                     self.param_groups[stage.group]["factored_frac"] = (rank.rows + rank.cols) * left / p.numel()
 
     def _healing_step(self, closure: Callable[[], Any] | None) -> Any:
-        stages, schedule, n = self._settings.known(self.param_groups), self._settings.schedule, self.num_steps
+        stages = self._settings.known(self.param_groups)
         if not self._counters.get("frozen_set"):  # a run that was begun elsewhere, or with another schedule
             self._create_state(stages)
             frozen.freeze(stages, self.state, None)
@@ -228,16 +228,8 @@ class PruneOptimizer(OptimizerWrapper):
         loss = self._base_step(closure and functools.partial(self._frozen_closure, closure))
         self._frozen.zero_weights_()
         self._create_state(stages)
-        due = [
-            Due(
-                stage,
-                schedule.target(stage.min_sparsity, stage.ramped, n),
-                stage.reg_lambda * self.param_groups[stage.group]["gamma"],
-            )
-            for stage in stages.ordinary
-            if stage.through_heal and schedule.due(stage.prox_freq, stage.kind.hard, n)
-        ]
-        for p, rank in Pruner().run(due, [], lambda projection: None).ranks:
+        repeated = [stage for stage in stages.ordinary if stage.through_heal and self._is_due(stage)]
+        for p, rank in Pruner().run([self._due(stage) for stage in repeated], [], lambda projection: None).ranks:
             self.state[p]["sv_count"] = rank.count
         return loss
 

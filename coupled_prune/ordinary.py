@@ -25,15 +25,29 @@ from coupled_prune.svd import Rank, groups_of, limit_ranks_, shrink_ranks_
 
 @dataclass(frozen=True)
 class Due:
-    """A stage at one step: the effective `min_sparsity`, and `reg_lambda * gamma`."""
+    """A stage at one step: the effective `min_sparsity`, and `gamma`, the sum of learning rates so far."""
 
     stage: Ordinary
     target: float
-    threshold: float | Tensor
+    gamma: float | Tensor
+
+    def threshold(self, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`reg_lambda * gamma` of each group of one tensor, (groups,).
+
+        `gamma_index_slope` gives gamma half of an even rise from `1 - slope` to `1 + slope` over the groups.
+        """
+        slope = self.stage.gamma_index_slope
+        rise = torch.ones(groups, device=device)
+        if slope:
+            rise = torch.linspace(1 - slope, 1 + slope, groups, device=device).div_(2).clamp_(min=0)
+        return self.stage.reg_lambda * (self.gamma * rise.to(dtype))
 
 
-def choose_channels(projection: Projection, due: Sequence[Due]) -> None:
-    """Choose the weakest channels of stages that zero whole ones: a budget for each tensor, or one for a group."""
+def choose_channels(projection: Projection, due: Sequence[Due]) -> list[int]:
+    """Choose the weakest channels of stages that zero whole ones: a budget for each tensor, or one for a group.
+
+    Returns the budgets, by pool.
+    """
     settings = {
         cluster.key: (one, scale)
         for one in due
@@ -53,15 +67,17 @@ def choose_channels(projection: Projection, due: Sequence[Due]) -> None:
     if any(weight != 1 for weight in weights):
         projection.weigh(weights)
     projection.select(budgets)
+    return budgets
 
 
 def shrink_channels_(projection: Projection, due: Due) -> None:
     """Group lasso: `x <- x * max(1 - threshold * sqrt(n) / norm, 0)` for every channel of `n` elements."""
-    weights = [
-        math.sqrt(planned.per_channel) * _slope(due.stage, planned.channels, torch.float64, projection.device)
-        for planned in projection.plan.clusters
-    ]
-    thresholds = torch.cat(weights) * due.threshold
+    thresholds = torch.cat(
+        [
+            math.sqrt(planned.per_channel) * due.threshold(planned.channels, torch.float64, projection.device)
+            for planned in projection.plan.clusters
+        ]
+    )
 
     def factor(sums: Tensor) -> Tensor:
         norms = sums.sqrt()
@@ -77,11 +93,10 @@ def shrink_elements_(due: Due) -> None:
     for member in due.stage.members:
         x = member.parameter.detach()
         magnitude = x.abs() if x.dtype in (torch.float32, torch.float64) else x.float().abs()
-        threshold = due.threshold
+        threshold = due.stage.reg_lambda * due.gamma
         if due.stage.gamma_index_slope:
             layout = layout_of(member.grouper, member.shape, member.arguments)
-            slope = _slope(due.stage, layout.channels, magnitude.dtype, x.device)
-            threshold = layout.of_elements(slope * threshold)
+            threshold = layout.of_elements(due.threshold(layout.channels, magnitude.dtype, x.device))
         small = magnitude <= threshold
         x.mul_((1 - threshold / magnitude).to(magnitude.dtype))
         x.masked_fill_(small, 0)
@@ -107,15 +122,4 @@ def project_ranks_(due: Due) -> list[tuple[Tensor, Rank]]:
 def _project_rank(due: Due, member: Member) -> Rank:
     if due.stage.kind.hard:
         return limit_ranks_(member, due.target)
-    slope = None
-    if due.stage.gamma_index_slope:
-        slope = _slope(due.stage, groups_of(member), torch.float32, member.parameter.device)
-    return shrink_ranks_(member, due.threshold, slope)
-
-
-def _slope(stage: Ordinary, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Factors on gamma of the groups of one tensor: half of an even rise from `1 - slope` to `1 + slope`."""
-    slope = stage.gamma_index_slope
-    if not slope:
-        return torch.ones(groups, dtype=dtype, device=device)
-    return torch.linspace(1 - slope, 1 + slope, groups, device=device).div_(2).clamp_(min=0).to(dtype)
+    return shrink_ranks_(member, due.threshold(groups_of(member), torch.float32, member.parameter.device))

@@ -69,7 +69,7 @@ class Pruner:
             pools += [due.stage.clusters] if together else [(cluster,) for cluster in due.stage.clusters]
         for plan in self._plans_of(pools):
             projection = Projection(plan)
-            ordinary.choose_channels(projection, budgeted)
+            self._warn(plan, ordinary.choose_channels(projection, budgeted))
             self._write(projection, before_write, outcome)
         for due in ordinary_due:
             self._run_other(due, outcome)
@@ -78,7 +78,12 @@ class Pruner:
         for plan in self._plans_of([(stage.cluster,) for stage, _ in coupled_due]):
             projection = Projection(plan)
             projection.measure()
-            projection.select([self._budget(planned.cluster, planned.channels, targets) for planned in plan.clusters])
+            budgets = [
+                budget(targets[planned.cluster.key], planned.channels, planned.cluster.keep_multiple_of)
+                for planned in plan.clusters
+            ]
+            self._warn(plan, budgets)
+            projection.select(budgets)
             self._write(projection, before_write, outcome)
         outcome.counts = [self._counts(outcome, device) for device in {zeros.device for _, zeros in outcome.zeros}]
         return outcome
@@ -116,12 +121,13 @@ class Pruner:
         outcome.zeros.append((projection.plan.parameters, projection.zeros))
         outcome.masks.update(projection.masks())
 
-    def _budget(self, cluster: Cluster, channels: int, targets: dict[str, float]) -> int:
-        k = budget(targets[cluster.key], channels, cluster.keep_multiple_of)
-        if k == channels and cluster.key not in self._all_zeroed:
-            self._all_zeroed.add(cluster.key)
-            warnings.warn(f"cluster {cluster.key!r}: all {channels} channels are zeroed", stacklevel=2)
-        return k
+    def _warn(self, plan: Plan, budgets: Sequence[int]) -> None:
+        """Warn once of every pool that loses all of its channels."""
+        for pool, k in zip(plan.ranked, budgets, strict=True):
+            key, channels = pool[0].cluster.key, sum(planned.channels for planned in pool)
+            if k == channels and key not in self._all_zeroed:
+                self._all_zeroed.add(key)
+                warnings.warn(f"cluster {key!r}: all {channels} channels are zeroed", stacklevel=6)
 
     def _plans_of(self, pools: Sequence[Sequence[Cluster]]) -> list[Plan]:
         """Plans, one a device, of clusters by pool."""

@@ -51,15 +51,11 @@ def check_svd(member: Member, where: str) -> None:
         )
 
 
-def shrink_ranks_(member: Member, threshold: float | Tensor, slope: Tensor | None) -> Rank:
-    """Soft-threshold the singular values: `s <- max(s - threshold, 0)`, times `slope`, if given, by group.
-
-    The groups of `slope` are singular values, or packed matrices where there are several.
-    """
+def shrink_ranks_(member: Member, thresholds: Tensor) -> Rank:
+    """Soft-threshold the singular values: `s <- max(s - threshold, 0)`, with a threshold for each of `groups_of`."""
 
     def shrink(values: Tensor) -> None:
-        by_group = threshold if slope is None else threshold * slope.view(-1, *[1] * (values.dim() - 1))
-        values.sub_(by_group).relu_()
+        values.sub_(thresholds.to(values.dtype).view(-1, *[1] * (values.dim() - 1))).relu_()
 
     return _project(member, shrink)
 
@@ -75,7 +71,7 @@ def limit_ranks_(member: Member, sparsity: float) -> Rank:
 
 
 def groups_of(member: Member) -> int:
-    """Number of groups that `gamma_index_slope` runs over: packed matrices, or the singular values of one."""
+    """Number of groups with a gamma of their own: packed matrices, or the singular values of one."""
     matrix = _matrices(member)
     return matrix.size(0) if matrix.dim() > 2 else min(matrix.shape)
 
