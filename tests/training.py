@@ -95,7 +95,7 @@ def assert_same(one, other, path="it"):
     """Equal bits all the way down."""
     assert type(one) is type(other), (path, type(one), type(other))
     if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape, path
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), path
         if one.dtype.is_floating_point:
             assert (bits(one) == bits(other)).all(), f"{path}: {one} {other}"
         else:
