@@ -70,7 +70,7 @@ def restore_extras(
             if name == "latent" and id(p) not in full:
                 latents.load(p, value)
                 continue
-            state[p][name] = _as_saved(name, value)
+            state.setdefault(p, {})[name] = _as_saved(name, value)
 
 
 def _as_saved(name: str, value: Any) -> Any:

@@ -47,6 +47,12 @@ class Latents:
         # Full copies that a checkpoint brought; they go with the next step.
         self._loaded: dict[Tensor, Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values in compact storage, without the numbers of their lanes."""
+        zeroed = [part.values for parts in self._zeroed.values() for part in parts]
+        return sum(values.nbytes for values in [*zeroed, *self._loaded.values()])
+
     def full(self, stages: Stages) -> list[Tensor]:
         """Parameters with a full copy in the state."""
         if not self.compact:
@@ -68,7 +74,6 @@ class Latents:
         for p, zeroed in self._zeroed.items():
             for part in reversed(zeroed):
                 part.restore_(p)
-        self.forget()
 
     def keep(self, stages: Stages, state: State) -> None:
         """Keep the parameters as they are: the base optimizer has stepped, nothing is projected yet."""

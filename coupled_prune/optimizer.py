@@ -138,6 +138,13 @@ class PruneOptimizer(OptimizerWrapper):
         """Number of steps that were done when the totals were taken; `None` before that."""
         return self._metrics.step
 
+    @property
+    def latent_bytes(self) -> int:
+        """Bytes that latent weights take beside the parameters."""
+        stages = self._settings.known(self.param_groups)
+        copies = [self.state.get(p, {}).get("latent") for p in stages.parameters]
+        return self._latents.nbytes + sum(copy.nbytes for copy in copies if copy is not None)
+
     def masks(self) -> dict[str, list[int]]:
         """Zeroed channels of every coupled cluster, as plain integers: of the last projection, or the frozen ones."""
         stages = self._settings.known(self.param_groups)
@@ -160,13 +167,15 @@ class PruneOptimizer(OptimizerWrapper):
             self._create_state(self._settings.stages(self.param_groups))
             return loss
         phase = self.phase
-        if phase == "warmup":
+        if phase == "pruning":
+            loss = self._pruning_step(closure)
+        elif phase == "healing":
+            loss = self._healing_step(closure)
+        else:
             loss = self._base_step(closure)
             self._create_state(self._settings.known(self.param_groups))
-        elif phase == "pruning":
-            loss = self._pruning_step(closure)
-        else:
-            loss = self._healing_step(closure)
+        if phase != "pruning":
+            self._latents.forget()
         self.num_steps += 1
         return loss
 
@@ -175,8 +184,9 @@ class PruneOptimizer(OptimizerWrapper):
         if self._pruner is None or self._pruner[0] is not stages:
             self._pruner = stages, Pruner()
         closure = closure and _evaluated(closure)
-        if self._settings.latent_weights and n > schedule.warmup_steps:
+        if n > schedule.warmup_steps:
             self._latents.restore_(stages, self.state)
+        self._latents.forget()
         loss = self._base_step(closure)
         for group in self.regularized_param_groups():
             group["gamma"] = group["gamma"] + group.get("lr", 0.0)
@@ -253,6 +263,8 @@ class PruneOptimizer(OptimizerWrapper):
 
     def _create_state(self, stages: Stages) -> None:
         """Give every regularized parameter its keys, after the base optimizer's, which looks for an empty state."""
+        for p in stages.parameters:
+            self.state.setdefault(p, {})
         frozen.create(stages, self.state)
         self._metrics.create(stages, self.state)
         if self._settings.latent_weights:
@@ -268,10 +280,13 @@ class PruneOptimizer(OptimizerWrapper):
 
     # Checkpoints and copies.
 
-    def _complete_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         """In TorchAO's layout: latent weights are in it as full copies, however they are stored."""
+        stages = self._settings.known(self.param_groups)
+        if self.state:  # of the base optimizer's alone, a loader that goes by keys would drop ours
+            self._create_state(stages)
+        state_dict = self.base_optimizer.state_dict()
         if self._settings.latent_weights and self._latents.compact:
-            stages = self._settings.known(self.param_groups)
             checkpoint.add_latents(state_dict, self.param_groups, stages, self._latents)
         return state_dict
 

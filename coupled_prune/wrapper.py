@@ -81,7 +81,7 @@ class OptimizerWrapper(Optimizer):
                 return self.base_optimizer.step() if closure is None else self.base_optimizer.step(closure)
         finally:
             for p, values in alone.items():
-                self.state[p].update(values)
+                self.state.setdefault(p, {}).update(values)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base_optimizer.zero_grad(set_to_none)
@@ -91,7 +91,7 @@ class OptimizerWrapper(Optimizer):
         """The base optimizer's state dictionary."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = self._complete_state_dict(self.base_optimizer.state_dict())
+        state_dict = self._save()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -108,8 +108,8 @@ class OptimizerWrapper(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _complete_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
+    def _save(self) -> dict[str, Any]:
+        return self.base_optimizer.state_dict()
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self.base_optimizer.load_state_dict(state_dict)
