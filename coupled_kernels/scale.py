@@ -31,13 +31,13 @@ def scale(
     row = tl.arange(0, STEP)
     col = tl.arange(0, COLS)
     at = pointer + row.to(tl.int64)[:, None] * stride + col.to(tl.int64)[None, :]
-    in_cols = col < cols
-    by_col = tl.load(factors + col_lane + col, mask=in_cols & (col_lane >= 0), other=1).to(COMPUTE)
+    # Where one side has no lanes, its factors are ones.
+    row_lanes = tl.where(row_lane >= 0, rows, 0)
+    by_col = tl.load(factors + col_lane + col, mask=col < tl.where(col_lane >= 0, cols, 0), other=1).to(COMPUTE)
     for start in range(0, rows, STEP):
-        in_rows = start + row < rows
-        by_row = tl.load(factors + row_lane + start + row, mask=in_rows & (row_lane >= 0), other=1).to(COMPUTE)
+        by_row = tl.load(factors + row_lane + start + row, mask=start + row < row_lanes, other=1).to(COMPUTE)
         factor = by_row[:, None] * by_col[None, :]
-        inside = in_rows[:, None] & in_cols[None, :]
+        inside = (start + row < rows)[:, None] & (col < cols)[None, :]
         x = tl.load(at, mask=inside, other=0).to(COMPUTE)
         # -1 * 0 and NaN * 0 are not +0.
         tl.store(at, tl.where(factor == 0, 0, x * factor).to(DTYPE), mask=inside)

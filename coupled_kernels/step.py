@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from coupled_kernels.gpu import GpuStep
 
 # Tables on the device of the last few plans; they belong to addresses, not to tensors, and keep no weight alive.
-_CACHED = 4
+_CACHED = 8
 _steps: OrderedDict[tuple, GpuStep] = OrderedDict()
 _captured: set[GpuStep] = set()  # a CUDA graph reads their tables whenever it is replayed
 

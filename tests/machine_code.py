@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coupled_kernels import account, fold, mask, norms, select, tuning
+from coupled_kernels import account, fold, mask, norms, scale, select, tuning
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -62,6 +62,7 @@ def tile_kernels(sizes):
             facts,
         )
         yield mask.mask_any, {"tiles": "*i64", "chosen": "*i8", "zeros": "*i64"}, computing, shape.warps, facts
+        yield scale.scale, {"tiles": "*i64", "factors": "*fp64"}, computing, shape.warps, facts
         if compute == "float32" or name == "float64":
             yield account.count, {"tiles": "*i64", "zeros": "*i64"}, computing, shape.warps, facts
             yield mask.mask_rows, {"tiles": "*i64", "chosen": "*i8"}, common, shape.warps, facts

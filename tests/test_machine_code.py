@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-TILE_KERNELS = {"norms", "mask_rows", "mask_any", "count"}
+TILE_KERNELS = {"norms", "mask_rows", "mask_any", "count", "scale"}
 
 
 @pytest.fixture(scope="module")
